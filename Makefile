@@ -1,0 +1,34 @@
+# make setup | demo | test | check | clean: every target sets up what it needs on a fresh machine.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+EXTRAS := nixl,mooncake-cpu,test,lint
+# uv does not read pip's variable; without it a local CPU build of torch is not found.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+export PYTHONDONTWRITEBYTECODE ?= 1
+
+.PHONY: setup demo test check clean
+setup: $(VENV)/.stamp
+
+$(VENV)/.stamp: pyproject.toml constraints.txt deploy/install-system-libraries.sh
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvxfer needs Python 3.11 or newer; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	bash deploy/install-system-libraries.sh
+	touch $@
+
+demo: setup
+	$(BIN)/kvxfer demo
+
+test: setup
+	$(BIN)/python -m pytest --ignore=tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
