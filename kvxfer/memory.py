@@ -1,0 +1,107 @@
+"""Host memory that processes share: a sealed memfd and its mapping."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.errors import HandoffError
+
+_SIZE_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+_SEALS = _SIZE_SEALS | fcntl.F_SEAL_SEAL
+
+
+class HostMemory:
+    """A mapping of a memfd whose size can never change again.
+
+    The object owns its file descriptor and its mapping; `close()` frees both. Views taken from `array` must be gone
+    by then: a mapping with live views stays mapped until they are collected. Forked children do not inherit the
+    mapping (MADV_DONTFORK).
+    """
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        """Take over `fd` and map it. Use `create` or `attach`."""
+        self.fd = fd
+        self.num_bytes = num_bytes
+        self._mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._mapping.madvise(mmap.MADV_DONTFORK)
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
+        """`[num_bytes]` uint8 view of the whole mapping."""
+
+    @classmethod
+    def create(cls, num_bytes: int, name: str) -> Self:
+        """Allocate `num_bytes` (at least 1) of zeroed memory; `name` shows up in /proc/PID/maps.
+
+        Pages are backed when first touched. Raises `OSError` where the system has no more memory to give.
+        """
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, num_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, num_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, num_bytes: int) -> Self:
+        """Map memory that another process created. Takes over `fd`, also when it raises.
+
+        Raises `HandoffError` where `fd` is no memfd, could still shrink, or has another size than `num_bytes`.
+        """
+        try:
+            check_memfd(fd, num_bytes)
+            return cls(fd, num_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def address(self) -> int:
+        """Virtual address of the first byte in this process."""
+        return int(self.array.ctypes.data)
+
+    def close(self) -> None:
+        """Give back the mapping and the descriptor. Calling it again does nothing."""
+        if self.fd < 0:
+            return
+        self.array = np.empty(0, dtype=np.uint8)
+        os.close(self.fd)
+        self.fd = -1
+        try:
+            self._mapping.close()
+        except BufferError:
+            # A view is still alive somewhere; the mapping goes when that view does.
+            return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_memfd(fd: int, num_bytes: int) -> None:
+    """Raise `HandoffError` unless `fd` is a memfd of exactly `num_bytes` that can neither grow nor shrink."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise HandoffError(
+            f"pool descriptor: got a file that has no seals ({error.strerror}), expected a memfd"
+        ) from error
+    if seals & _SIZE_SEALS != _SIZE_SEALS:
+        raise HandoffError(
+            f"pool descriptor: got seals {seals:#x}, expected F_SEAL_GROW and F_SEAL_SHRINK to be set: "
+            "an unsealed memfd could be shrunk under the agent"
+        )
+    actual_bytes = os.fstat(fd).st_size
+    if num_bytes < 1 or actual_bytes != num_bytes:
+        raise HandoffError(f"pool descriptor: got {actual_bytes} bytes, expected the announced {num_bytes}")

@@ -1,0 +1,152 @@
+"""What every transport does: moves bytes into registered regions of a peer.
+
+A transport knows nothing of KV, requests or pages. One conformance suite (tests/transports/test_conformance.py)
+runs over all of them.
+
+Data that a write reported `DONE` is in the peer's memory: the agents announce it over their own ordered control
+connection afterwards, so a notice cannot precede its data on any engine.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class MemoryKind(enum.Enum):
+    """Where a region lies."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Local memory to be registered. `fd` is the memfd behind it, where there is one (the owner keeps it)."""
+
+    address: int
+    num_bytes: int
+    fd: int | None = None
+    kind: MemoryKind = MemoryKind.HOST
+
+
+@dataclass(frozen=True, slots=True)
+class RegionDescriptor:
+    """A registered region as peers name it."""
+
+    region_id: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBatch:
+    """Copies from local memory into one region of a peer.
+
+    `src_addresses` `[n]` uint64, virtual addresses inside registered regions; `dst_offsets` `[n]` uint64, bytes from
+    the start of the peer's region; `lengths` `[n]` uint64, bytes.
+    """
+
+    dst_region: RegionDescriptor
+    src_addresses: npt.NDArray[np.uint64]
+    dst_offsets: npt.NDArray[np.uint64]
+    lengths: npt.NDArray[np.uint64]
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+
+class Outcome(enum.Enum):
+    """How a write ended."""
+
+    DONE = "done"  # all bytes are in the peer's memory
+    FAILED = "failed"  # the write has stopped: nothing of it reads or writes any more
+    UNKNOWN = "unknown"  # it may still read its source and write its target until rotate() or the peer's proven death
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """End of one write. `detail` says what the engine reported; it is empty for `DONE`."""
+
+    write_id: int
+    outcome: Outcome
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a transport can do."""
+
+    max_entries_per_peer: int
+    """Descriptors in flight to one peer; more in one batch are split inside the adapter."""
+    memory_kinds: frozenset[MemoryKind]
+    failed_write_stops: bool
+    """Whether a write that the engine reports as failed has stopped (`FAILED`) or may go on (`UNKNOWN`)."""
+
+
+class Transport(Protocol):
+    """Moves bytes. Every method is called from the agent's loop thread and returns at once, but for `add_peer`,
+    `rotate` and `close`, which may take as long as the engine needs (tens to hundreds of milliseconds)."""
+
+    name: str
+    limits: Limits
+
+    def register(self, region: Region) -> RegionDescriptor:
+        """Make `region` usable as a source and as a target. Raises `RegistrationError`."""
+        ...
+
+    def deregister(self, descriptor: RegionDescriptor) -> None:
+        """Undo `register`. The caller has seen the end of every write that uses the region."""
+        ...
+
+    def metadata(self) -> bytes:
+        """All that a peer needs to write into the regions registered so far."""
+        ...
+
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        """Know `peer` (its incarnation) by its metadata; again with newer metadata after it registered more.
+
+        Raises `PeerLostError` where it cannot be reached, `ProtocolError` for metadata that is none.
+        """
+        ...
+
+    def drop_peer(self, peer: str) -> None:
+        """Forget `peer`. Writes to it that are still in flight end as `FAILED` or `UNKNOWN`, never as `DONE` later."""
+        ...
+
+    def submit_write(self, peer: str, batch: WriteBatch) -> int:
+        """Start a write; returns its id, whose one `Completion` comes out of `poll()`.
+
+        Raises `BoundsError` where an entry lies outside the regions it names, `PeerLostError` for an unknown peer;
+        nothing was started then.
+        """
+        ...
+
+    def poll(self) -> list[Completion]:
+        """The writes that ended since the last call."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while `poll()` has something to return."""
+        ...
+
+    def path(self, peer: str) -> str:
+        """The path in use to `peer` as the engine tells it (`"cma"`, `"tcp"`, `"rc"`, ...), or `"unknown"`."""
+        ...
+
+    def rotate(self) -> None:
+        """Replace the engine object. When it returns, no write of the old one can read or write local memory that
+        was handed to it; such writes have been reported. Regions and peers are known to the new one."""
+        ...
+
+    def close(self) -> None:
+        """End every write, free every resource. Calling it again does nothing."""
+        ...
