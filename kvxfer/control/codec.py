@@ -1,0 +1,74 @@
+"""Frames: the envelope `{v, kind, id, body}` around every message, in msgpack maps with string keys."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, cast, get_args
+
+import msgspec
+
+from kvxfer.control.messages import PROTOCOL_VERSION, Counter, Message, MessageBase, Ticket
+from kvxfer.errors import LayoutError, ProtocolError
+
+MAX_FRAME_BYTES = 64 << 20
+
+
+def _kind_of(struct: type[MessageBase]) -> str:
+    return "".join(f"_{char.lower()}" if char.isupper() else char for char in struct.__name__).lstrip("_")
+
+
+KINDS: dict[str, type[MessageBase]] = {_kind_of(struct): struct for struct in get_args(Message)}
+_KIND_OF: dict[type[MessageBase], str] = {struct: kind for kind, struct in KINDS.items()}
+
+
+class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    v: Counter
+    kind: Annotated[str, msgspec.Meta(max_length=32)]
+    id: Counter
+    body: msgspec.Raw
+
+
+_encoder = msgspec.msgpack.Encoder()
+_envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+_body_decoders = {kind: msgspec.msgpack.Decoder(struct) for kind, struct in KINDS.items()}
+
+
+def encode(message: Message, request_id: int = 0) -> bytes:
+    """One frame. `request_id` ties a reply to its request; 0 for messages that have none."""
+    body = msgspec.Raw(_encoder.encode(message))
+    return _encoder.encode(_Envelope(PROTOCOL_VERSION, _KIND_OF[type(message)], request_id, body))
+
+
+def decode(frame: bytes | memoryview) -> tuple[Message, int]:
+    """The message in a frame and its request id. Raises `ProtocolError` for anything else, saying where."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame: got {len(frame)} bytes, expected at most {MAX_FRAME_BYTES}")
+    try:
+        envelope = _envelope_decoder.decode(frame)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProtocolError(f"envelope: {error}") from error
+    if envelope.v != PROTOCOL_VERSION:
+        raise ProtocolError(f"envelope: v: got {envelope.v}, expected {PROTOCOL_VERSION}")
+    decoder = _body_decoders.get(envelope.kind)
+    if decoder is None:
+        raise ProtocolError(f"envelope: kind: got {envelope.kind!r}, expected one of {sorted(KINDS)}")
+    try:
+        return cast("Message", decoder.decode(envelope.body)), envelope.id
+    except (msgspec.MsgspecError, LayoutError, RecursionError) as error:
+        raise ProtocolError(f"{envelope.kind}: {error}") from error
+
+
+_ticket_decoder = msgspec.msgpack.Decoder(Ticket)
+
+
+def encode_ticket(ticket: Ticket) -> str:
+    """A ticket as printable text that any router can carry (vLLM: inside `kv_transfer_params`)."""
+    return base64.urlsafe_b64encode(_encoder.encode(ticket)).decode("ascii")
+
+
+def decode_ticket(text: str) -> Ticket:
+    """Inverse of `encode_ticket`. Raises `ProtocolError` for text that is no ticket."""
+    try:
+        return _ticket_decoder.decode(base64.urlsafe_b64decode(text.encode("ascii")))
+    except (ValueError, RecursionError) as error:  # msgspec's and base64's errors are ValueErrors
+        raise ProtocolError(f"ticket: {error}") from error
