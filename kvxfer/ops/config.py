@@ -1,0 +1,193 @@
+"""Configuration of the agents: TOML files and what may stand in them.
+
+Every key names its unit. A wrong file raises `ConfigError` with file, key, got and expected; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+
+from kvxfer.errors import ConfigError
+
+MAX_SOCKET_PATH_BYTES = 107
+"""What fits into `sockaddr_un.sun_path` with its closing zero."""
+MAX_SOCKET_NAME_BYTES = 24
+"""Room kept in a socket path for the file names that an agent makes in its `socket_dir`."""
+
+TransportName = Literal["nixl", "mooncake", "loopback"]
+TransferMode = Literal["packed", "raw", "serial"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+OptionValue = str | int | float | bool
+
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+_Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+_Threads = Annotated[int, msgspec.Meta(ge=1, le=256)]
+_Filled = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class SlotConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots of one agent: `num_slots` pieces of `slot_bytes` bytes each, registered with the engine at the start."""
+
+    num_slots: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 8
+    slot_bytes: Annotated[int, msgspec.Meta(ge=4096, le=1 << 40)] = 8 << 20
+
+
+class TransportConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which engine moves the slots. `interface` is the network interface it shall use, empty for its own choice.
+
+    `options` go to the adapter of that engine as they are; see docs/configuration.md.
+    """
+
+    name: TransportName = "nixl"
+    interface: str = ""
+    options: dict[str, OptionValue] = {}
+
+
+class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One prefill agent.
+
+    `socket_dir` is the directory of the sockets to its worker. Decode agents reach it at `listen_host:listen_port`
+    (port 0: any free one); tickets name `advertise_host` instead of `listen_host` where it is set. A peer that was
+    silent for `peer_timeout_s` seconds is gone.
+    """
+
+    socket_dir: _Filled
+    listen_host: _Filled = "127.0.0.1"
+    listen_port: _Port = 0
+    advertise_host: str = ""
+    transport: TransportConfig = TransportConfig()
+    slots: SlotConfig = SlotConfig()
+    mode: TransferMode = "packed"
+    num_threads: _Threads = 2
+    peer_timeout_s: _Positive = 5.0
+    log_level: LogLevel = "info"
+
+
+class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One decode agent: number `dst_rank` of the `dst_world` agents of its decode group.
+
+    `credits_per_leg` is how many landing slots one leg may hold at a time. The rest as in `PrefillConfig`.
+    """
+
+    socket_dir: _Filled
+    dst_rank: Annotated[int, msgspec.Meta(ge=0, lt=4096)] = 0
+    dst_world: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    transport: TransportConfig = TransportConfig()
+    slots: SlotConfig = SlotConfig()
+    credits_per_leg: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 4
+    num_threads: _Threads = 2
+    peer_timeout_s: _Positive = 5.0
+    log_level: LogLevel = "info"
+
+
+_Config = TypeVar("_Config", PrefillConfig, DecodeConfig)
+
+
+def load_prefill_config(path: str | os.PathLike[str]) -> PrefillConfig:
+    """Read and check the configuration file of a prefill agent. Raises `ConfigError`."""
+    config = _load(Path(path), PrefillConfig)
+    wildcard = _is_wildcard(config.listen_host)
+    if wildcard and not config.advertise_host:
+        raise ConfigError(
+            f"{path}: advertise_host: got nothing, expected the address that peers shall use, "
+            f"because listen_host {config.listen_host!r} names none"
+        )
+    if _is_wildcard(config.advertise_host):
+        raise ConfigError(f"{path}: advertise_host: got {config.advertise_host!r}, expected one address or host name")
+    return config
+
+
+def load_decode_config(path: str | os.PathLike[str]) -> DecodeConfig:
+    """Read and check the configuration file of a decode agent. Raises `ConfigError`."""
+    config = _load(Path(path), DecodeConfig)
+    if config.dst_rank >= config.dst_world:
+        raise ConfigError(f"{path}: dst_rank: got {config.dst_rank}, expected below dst_world {config.dst_world}")
+    return config
+
+
+def dump_config(config: PrefillConfig | DecodeConfig) -> str:
+    """`config` as the text of a TOML file that the loaders read back to an equal value."""
+    tables: list[str] = []
+    _dump_table("", msgspec.to_builtins(config), tables)
+    return "\n".join(tables) + "\n"
+
+
+def _dump_table(prefix: str, table: dict[str, Any], lines: list[str]) -> None:
+    if prefix:
+        lines.append(f"\n[{prefix}]")
+    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    # JSON writes strings, numbers and booleans the way TOML reads them.
+    lines.extend(f"{key} = {msgspec.json.encode(value).decode()}" for key, value in plain.items())
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            _dump_table(f"{prefix}.{key}" if prefix else key, value, lines)
+
+
+def _load(path: Path, kind: type[_Config]) -> _Config:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise ConfigError(f"{path}: is no TOML file: {error}") from error
+    _check_keys(path, "", table, kind)
+    try:
+        config = msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(str(error), table, kind)}") from error
+    limit = MAX_SOCKET_PATH_BYTES - MAX_SOCKET_NAME_BYTES - 1
+    num_bytes = len(os.fsencode(os.path.abspath(config.socket_dir)))
+    if num_bytes > limit:
+        raise ConfigError(
+            f"{path}: socket_dir: got a path of {num_bytes} bytes, expected at most {limit}: the kernel takes socket "
+            f"paths of up to {MAX_SOCKET_PATH_BYTES} bytes"
+        )
+    return config
+
+
+def _check_keys(path: Path, prefix: str, table: dict[str, Any], kind: type[msgspec.Struct]) -> None:
+    """Refuse keys that `kind` has not, and tables that are none, with the nearest key that it has."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in table.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
+            raise ConfigError(f"{path}: {prefix}{key}: no such key, expected one of {', '.join(fields)}{hint}")
+        section = fields[key]
+        if isinstance(section, type) and issubclass(section, msgspec.Struct) and isinstance(value, dict):
+            _check_keys(path, f"{prefix}{key}.", value, section)
+
+
+def _explain(message: str, table: dict[str, Any], kind: type[msgspec.Struct]) -> str:
+    """msgspec's "Expected X - at `$.a.b`" as "a.b: got V, expected X"."""
+    missing = re.match(r"Object missing required field `(\w+)`", message)
+    if missing:
+        return f"{missing[1]}: got nothing, expected a value: this key has no default"
+    found = re.fullmatch(r"(.*?)(?:, got `\w+`)? - at `\$\.?([\w.]+)(?:\[.*)?`", message)
+    if found is None:
+        return message
+    value: Any = table
+    expected: Any = kind
+    for key in found[2].split("."):
+        value = value[key]
+        expected = next(field.type for field in msgspec.structs.fields(expected) if field.name == key)
+    if get_origin(expected) is Literal:
+        return f"{found[2]}: got {value!r}, expected one of {', '.join(get_args(expected))}"
+    unit = {"bytes": " (bytes)", "s": " (seconds)"}.get(found[2].rpartition("_")[2], "")
+    wanted = found[1].removeprefix("Expected ").replace("`object`", "a table")
+    return f"{found[2]}: got {value!r}, expected {wanted}{unit}"
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == "*"
