@@ -1,0 +1,25 @@
+"""Kernels of kvxfer: rows between strided tables, the DCP all-to-all, and merges of partial attention.
+
+CUDA tensors run Triton, CPU tensors torch (`kvxfer.kernels.reference`); the contracts are the same.
+"""
+
+from kvxfer.kernels._contract import LseBase
+from kvxfer.kernels.a2a import A2ALayout, pack_a2a, unpack_combine
+from kvxfer.kernels.ag_rs import scale_partial_, scale_to_staging
+from kvxfer.kernels.combine import lse_combine, mask_empty_
+from kvxfer.kernels.mla_decode import mla_decode
+from kvxfer.kernels.rows import copy_rows, gather_rows
+
+__all__ = [
+    "A2ALayout",
+    "LseBase",
+    "copy_rows",
+    "gather_rows",
+    "lse_combine",
+    "mask_empty_",
+    "mla_decode",
+    "pack_a2a",
+    "scale_partial_",
+    "scale_to_staging",
+    "unpack_combine",
+]

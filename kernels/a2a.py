@@ -1,0 +1,303 @@
+"""Packing partial attention for one all-to-all, and unpacking what the other ranks sent into the merged output.
+
+One peer's slot in the buffers holds all payload rows, then all LSEs. Rows so keep their alignment and move in words
+of 16 bytes; LSEs interleaved with the rows would break it.
+"""
+# mypy: no-check-untyped-defs, disable-error-code="no-untyped-def, untyped-decorator"
+
+from dataclasses import dataclass
+
+import torch
+
+from kvxfer.errors import KernelContractError
+from kvxfer.kernels import reference
+from kvxfer.kernels._contract import (
+    FP8_DTYPES,
+    INT_DTYPES,
+    PAYLOAD_DTYPES,
+    LseBase,
+    check_apart,
+    check_contiguous,
+    check_lse_base,
+    check_tensor,
+    check_written,
+)
+from kvxfer.kernels._launch import (
+    MAX_WORD_BYTES,
+    ceil_div,
+    jit,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    widest_word_bytes,
+)
+from kvxfer.kernels.combine import check_lse_out, launch_combine
+
+
+@dataclass(frozen=True, slots=True)
+class A2ALayout:
+    """Where things lie in the buffers of one all-to-all: `world` slots, one a peer, each payload and then LSEs.
+
+    `batch` rows of `heads` heads of `head_dim` elements of `dtype`; the heads are split evenly over `world` ranks.
+
+    Raises:
+        KernelContractError: a size below its least, heads that do not divide by `world`, or a foreign dtype.
+    """
+
+    world: int
+    batch: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name, got, least in (
+            ("world", self.world, 1),
+            ("batch", self.batch, 0),
+            ("heads", self.heads, 1),
+            ("head_dim", self.head_dim, 1),
+        ):
+            if got < least:
+                raise KernelContractError(f"{name}: got {got}, expected at least {least}")
+        if self.heads % self.world:
+            raise KernelContractError(
+                f"heads: got {self.heads}, expected a multiple of the {self.world} ranks that share them"
+            )
+        if self.dtype not in PAYLOAD_DTYPES:
+            names = ", ".join(str(dtype) for dtype in PAYLOAD_DTYPES)
+            raise KernelContractError(f"dtype: got {self.dtype}, expected one of {names}")
+
+    @property
+    def heads_per_rank(self) -> int:
+        return self.heads // self.world
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """The dtype of the merged output: bf16 for an fp8 payload, else the payload's own."""
+        return torch.bfloat16 if self.dtype in FP8_DTYPES else self.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return self.head_dim * self.dtype.itemsize
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.batch * self.heads_per_rank * self.row_bytes
+
+    @property
+    def lse_offset_bytes(self) -> int:
+        """Where the LSEs begin in a slot: after the payload, on a whole word."""
+        return ceil_div(self.payload_bytes, MAX_WORD_BYTES) * MAX_WORD_BYTES
+
+    @property
+    def lse_bytes(self) -> int:
+        return self.batch * self.heads_per_rank * 4
+
+    @property
+    def slot_bytes(self) -> int:
+        """What one rank sends to one peer; a whole number of words, so that every slot begins on one."""
+        return ceil_div(self.lse_offset_bytes + self.lse_bytes, MAX_WORD_BYTES) * MAX_WORD_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of the send buffer, and of the receive buffer."""
+        return self.world * self.slot_bytes
+
+    def payload(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The payload in a uint8 buffer as `[world, batch, heads_per_rank, head_dim]` of `dtype`, a view."""
+        rows = self._slots(buffer)[:, : self.payload_bytes].view(self.dtype)
+        return rows.view(self.world, self.batch, self.heads_per_rank, self.head_dim)
+
+    def lse(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The LSEs in a uint8 buffer as `[world, batch, heads_per_rank]` float32, a view."""
+        end = self.lse_offset_bytes + self.lse_bytes
+        lses = self._slots(buffer)[:, self.lse_offset_bytes : end].view(torch.float32)
+        return lses.view(self.world, self.batch, self.heads_per_rank)
+
+    def _slots(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[: self.total_bytes].view(self.world, self.slot_bytes)
+
+    def check_buffer(self, name: str, buffer: torch.Tensor, device: torch.device | None = None) -> None:
+        """Raises `KernelContractError` unless `buffer` is flat, contiguous, aligned uint8 of `total_bytes` or more."""
+        check_tensor(name, buffer, shape=[None], dtypes=[torch.uint8], device=device)
+        check_contiguous(name, buffer)
+        if len(buffer) < self.total_bytes:
+            raise KernelContractError(f"{name}: got {len(buffer)} bytes, expected at least {self.total_bytes}")
+        if buffer.data_ptr() % MAX_WORD_BYTES:
+            raise KernelContractError(
+                f"{name}: got address {buffer.data_ptr():#x}, expected a multiple of {MAX_WORD_BYTES}"
+            )
+
+
+@jit(do_not_specialize=["num_rows", "slot_bytes", "lse_offset_bytes"])
+def _pack_kernel(
+    out, lse, send, row_lens, num_rows, slot_bytes, lse_offset_bytes, out_stride_b, out_stride_h, out_stride_d,
+    lse_stride_b, lse_stride_h, lens_stride,
+    HEADS: tl.constexpr, HEADS_PER_RANK: tl.constexpr, ROW_WORDS: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_LENS: tl.constexpr,
+):  # fmt: skip
+    """Moves `ROWS` rows, in the order in which they lie in `out`, and their LSEs; strides of `out` are in lanes."""
+    # A word of 16 bytes is two lanes of 8 that lie side by side: the compiler joins them into one access.
+    LANE: tl.constexpr = 8 if WORD == 16 else WORD
+    LANES: tl.constexpr = WORD // LANE
+    if LANE == 8:
+        lane_type = tl.int64
+    elif LANE == 4:
+        lane_type = tl.int32
+    elif LANE == 2:
+        lane_type = tl.int16
+    else:
+        lane_type = tl.int8
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < num_rows
+    b = (rows // HEADS).to(tl.int64)
+    head = rows % HEADS
+    peer = (head // HEADS_PER_RANK).to(tl.int64)
+    slot_row = b * HEADS_PER_RANK + head % HEADS_PER_RANK
+    lse_values = tl.load(lse + b * lse_stride_b + head.to(tl.int64) * lse_stride_h, mask=live)
+    keep = live
+    if HAS_LENS:
+        keep = live & (tl.load(row_lens + b * lens_stride, mask=live, other=0) > 0)
+        lse_values = tl.where(keep, lse_values, float("-inf"))
+    slots = send + peer * slot_bytes
+    lse_slots = (slots + lse_offset_bytes).to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(lse_slots + slot_row, lse_values, mask=live)
+    src = tl.multiple_of(out.to(tl.pointer_type(lane_type), bitcast=True), WORD)
+    # In whole words, then in lanes: the product shows the compiler that every row begins on a word.
+    from_words = (b * out_stride_b + head.to(tl.int64) * out_stride_h) * LANES
+    to_words = (peer * (slot_bytes // WORD) + slot_row * ROW_WORDS) * LANES
+    dst = tl.multiple_of(send.to(tl.pointer_type(lane_type), bitcast=True), WORD)
+    for first in tl.static_range(0, ROW_WORDS * LANES, BLOCK):
+        lanes = first + tl.arange(0, BLOCK)
+        inside = lanes < ROW_WORDS * LANES
+        values = tl.load(
+            src + (from_words[:, None] + (lanes.to(tl.int64) * out_stride_d)[None, :]),
+            mask=keep[:, None] & inside[None, :],
+            other=0,
+        )
+        tl.store(dst + (to_words[:, None] + lanes[None, :]), values, mask=live[:, None] & inside[None, :])
+
+
+def pack_a2a(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    send: torch.Tensor,
+    layout: A2ALayout,
+    *,
+    row_lens: torch.Tensor | None = None,
+) -> None:
+    """Packs this rank's partial attention into `send`, each peer's heads and their LSEs into the peer's slot.
+
+    `out`: `[batch, heads, head_dim]` of `layout.dtype`, any strides; moved bit by bit. `lse`: `[batch, heads]`
+    float32, any strides (a 16-bit LSE is refused: at 8 bits of mantissa it is off by percents). `send`: flat uint8,
+    contiguous, `layout.total_bytes` or more. With `row_lens`, `[batch]` int32 or int64 local lengths, rows of length
+    0 or less are sent as zeros with LSE -inf, whatever `out` and `lse` hold there.
+
+    Raises:
+        KernelContractError: shape, dtype, device or memory outside this contract.
+    """
+    shape = (layout.batch, layout.heads, layout.head_dim)
+    check_tensor("out", out, shape=shape, dtypes=[layout.dtype])
+    check_tensor("lse", lse, shape=shape[:2], dtypes=[torch.float32], device=out.device)
+    layout.check_buffer("send", send, out.device)
+    check_apart("send", send, "out", out)
+    check_apart("send", send, "lse", lse)
+    if row_lens is not None:
+        check_tensor("row_lens", row_lens, shape=shape[:1], dtypes=INT_DTYPES, device=out.device)
+    if layout.batch == 0:
+        return
+    if not runs_triton(out):
+        reference.pack_a2a(out, lse, send, layout, row_lens=row_lens)
+        return
+    _launch_pack(out, lse, send, layout, row_lens)
+
+
+def _launch_pack(
+    out: torch.Tensor, lse: torch.Tensor, send: torch.Tensor, layout: A2ALayout, row_lens: torch.Tensor | None
+) -> None:
+    itemsize = layout.dtype.itemsize
+    stride_b, stride_h, stride_d = out.stride()
+    if stride_d == 1 or layout.head_dim == 1:
+        word_bytes = widest_word_bytes(out.data_ptr(), layout.row_bytes, stride_b * itemsize, stride_h * itemsize)
+        stride_d = 1
+    else:
+        word_bytes = itemsize  # elements that lie apart move one by one
+    words_per_stride = word_bytes // itemsize
+    if words_per_stride > 0:
+        stride_b, stride_h = stride_b // words_per_stride, stride_h // words_per_stride
+    num_rows = layout.batch * layout.heads
+    rows, num_warps = _pack_shape(num_rows)
+    row_lanes = layout.row_bytes // min(word_bytes, 8)
+    _pack_kernel[(ceil_div(num_rows, rows),)](
+        out if layout.dtype not in FP8_DTYPES else out.view(torch.uint8),
+        lse,
+        send,
+        lse if row_lens is None else row_lens,
+        num_rows,
+        layout.slot_bytes,
+        layout.lse_offset_bytes,
+        stride_b,
+        stride_h,
+        stride_d,
+        *lse.stride(),
+        0 if row_lens is None else row_lens.stride(0),
+        HEADS=layout.heads,
+        HEADS_PER_RANK=layout.heads_per_rank,
+        ROW_WORDS=layout.row_bytes // word_bytes,
+        WORD=word_bytes,
+        ROWS=rows,
+        BLOCK=min(next_power_of_2(row_lanes), 512),
+        HAS_LENS=row_lens is not None,
+        num_warps=num_warps,
+    )
+
+
+def _pack_shape(num_rows: int) -> tuple[int, int]:
+    """Rows and warps of a program: small batches spread over the multiprocessors, large ones keep loads in flight."""
+    if num_rows <= 1024:
+        return 1, 2
+    return 8, 4
+
+
+def unpack_combine(
+    recv: torch.Tensor,
+    layout: A2ALayout,
+    *,
+    lse_base: LseBase,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    lse_out: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Merges what the ranks sent for this rank's heads, straight out of the receive buffer.
+
+    `recv`: flat uint8, contiguous, `layout.total_bytes` or more. Returns `[batch, heads_per_rank, head_dim]` of
+    `layout.result_dtype`, in `out` if given (any strides), and with `return_lse` the merged LSE `[batch,
+    heads_per_rank]` float32 in the same base, in `lse_out` if given (contiguous). `scale` multiplies the output:
+    what an fp8 payload was divided by when it was quantised. A row that is empty everywhere gives 0 and -inf.
+
+    Raises:
+        KernelContractError: shape, dtype, device or memory outside this contract, or an unknown base.
+    """
+    check_lse_base(lse_base)
+    layout.check_buffer("recv", recv)
+    shape = (layout.batch, layout.heads_per_rank, layout.head_dim)
+    if out is not None:
+        check_tensor("out", out, shape=shape, dtypes=[layout.result_dtype], device=recv.device)
+        check_written("out", out)
+        check_apart("out", out, "recv", recv)
+    if lse_out is not None:
+        check_lse_out(lse_out, *shape[:2], recv.device)
+        check_apart("lse_out", lse_out, "recv", recv)
+    if not runs_triton(recv):
+        return reference.unpack_combine(
+            recv, layout, lse_base=lse_base, return_lse=return_lse, out=out, lse_out=lse_out, scale=scale
+        )
+    if out is None:
+        out = torch.empty(shape, dtype=layout.result_dtype, device=recv.device)
+    if return_lse and lse_out is None:
+        lse_out = torch.empty(shape[:2], dtype=torch.float32, device=recv.device)
+    wanted_lse = lse_out if return_lse else None
+    if layout.batch > 0:
+        launch_combine(layout.payload(recv), layout.lse(recv), out, wanted_lse, lse_base, scale)
+    return out if wanted_lse is None else (out, wanted_lse)
