@@ -11,7 +11,6 @@ The KV tile is read once and serves as keys (all columns) and values (the first 
 """
 
 # Kernel arguments are traced, not typed.
-# ruff: noqa: ANN001, ANN202
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from dataclasses import dataclass
@@ -136,22 +135,26 @@ class _Tiles:
     kv_axis: int
     stages: int
     num_warps: int
+    programs_per_processor: int
 
 
 def _choose_tiles(dtype: torch.dtype, num_rows: int) -> _Tiles:
     if dtype == torch.float32:
-        return _Tiles(block_h=16, block_n=16, kv_axis=1, stages=1, num_warps=8)
+        return _Tiles(block_h=16, block_n=16, kv_axis=1, stages=1, num_warps=8, programs_per_processor=2)
     if num_rows <= 16:
-        return _Tiles(block_h=16, block_n=64, kv_axis=0, stages=2, num_warps=4)
+        return _Tiles(block_h=16, block_n=64, kv_axis=1, stages=2, num_warps=8, programs_per_processor=2)
     if num_rows <= 32:
-        return _Tiles(block_h=32, block_n=64, kv_axis=0, stages=2, num_warps=8)
-    return _Tiles(block_h=64, block_n=64, kv_axis=1, stages=2, num_warps=8)
+        return _Tiles(block_h=32, block_n=64, kv_axis=0, stages=2, num_warps=8, programs_per_processor=1)
+    return _Tiles(block_h=64, block_n=64, kv_axis=1, stages=2, num_warps=8, programs_per_processor=1)
 
 
-def choose_num_splits(num_blocks: int, table_rows: int, num_processors: int) -> int:
-    """Splits per sequence that fill `num_processors` once, from shapes the host knows (lengths stay on the device)."""
+def choose_num_splits(num_blocks: int, table_rows: int, num_programs: int) -> int:
+    """Splits per sequence that make up to `num_programs` (what the GPU runs at a time) in all.
+
+    From shapes that the host knows: the lengths stay on the device, and a program without rows ends at once.
+    """
     longest = max(1, table_rows // _MIN_ROWS_PER_SPLIT)
-    return max(1, min(num_processors // max(1, num_blocks), longest, _MAX_SPLITS))
+    return max(1, min(num_programs // max(1, num_blocks), longest, _MAX_SPLITS))
 
 
 def attend(
@@ -174,7 +177,7 @@ def attend(
     table_rows = page_table.shape[1] * page_tokens
     num_blocks = batch * triton.cdiv(num_rows, tiles.block_h)
     if num_splits is None:
-        num_splits = choose_num_splits(num_blocks, table_rows, _num_processors(q.device))
+        num_splits = choose_num_splits(num_blocks, table_rows, _num_processors(q.device) * tiles.programs_per_processor)
     out = q.new_empty((batch, q_len, heads, v_head_dim))
     lse = q.new_empty((batch, q_len, heads), dtype=torch.float32)
     parts, part_lses = out, lse
