@@ -1,0 +1,29 @@
+"""Transports: what moves bytes into a peer's registered regions. `base.Transport` is the contract."""
+
+from kvxfer.transports.base import (
+    Completion,
+    Counters,
+    Limits,
+    MemoryKind,
+    Outcome,
+    Region,
+    RegionDescriptor,
+    Transport,
+    WriteBatch,
+)
+from kvxfer.transports.registry import TRANSPORT_NAMES, create_transport, exit_process
+
+__all__ = [
+    "TRANSPORT_NAMES",
+    "Completion",
+    "Counters",
+    "Limits",
+    "MemoryKind",
+    "Outcome",
+    "Region",
+    "RegionDescriptor",
+    "Transport",
+    "WriteBatch",
+    "create_transport",
+    "exit_process",
+]

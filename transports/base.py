@@ -90,6 +90,34 @@ class Limits:
     memory_kinds: frozenset[MemoryKind]
     failed_write_stops: bool
     """Whether a write that the engine reports as failed has stopped (`FAILED`) or may go on (`UNKNOWN`)."""
+    rotate_stops_peer_writes: bool
+    """Whether `rotate()` of a target also ends what peers are writing into it. `rotate()` always ends the writes of
+    its own side; where this is false, a stopped peer may still write into the landing slots it was given."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a transport has done since it was made; read by the metrics, written by the engine's thread alone."""
+
+    num_writes: int = 0
+    num_descriptors: int = 0
+    num_bytes: int = 0
+    num_failed: int = 0
+    num_unknown: int = 0
+    num_rotations: int = 0
+    post_s: float = 0.0
+    """Seconds spent inside the engine's posting calls; on paths that copy inline this is the transfer itself."""
+
+    def count(self, outcome: Outcome, num_descriptors: int, num_bytes: int) -> None:
+        """Note the end of a write."""
+        self.num_writes += 1
+        if outcome is Outcome.DONE:
+            self.num_descriptors += num_descriptors
+            self.num_bytes += num_bytes
+        elif outcome is Outcome.FAILED:
+            self.num_failed += 1
+        else:
+            self.num_unknown += 1
 
 
 class Transport(Protocol):
@@ -98,6 +126,7 @@ class Transport(Protocol):
 
     name: str
     limits: Limits
+    counters: Counters
 
     def register(self, region: Region) -> RegionDescriptor:
         """Make `region` usable as a source and as a target. Raises `RegistrationError`."""

@@ -1,0 +1,68 @@
+"""A loopback peer: its published memory, mapped here."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+
+import numpy as np
+
+from kvxfer.errors import PeerLostError
+from kvxfer.transports._metadata import Metadata, PublishedRegion
+from kvxfer.transports._regions import RemoteRegion
+
+
+class LoopbackPeer:
+    """A peer's published regions, mapped here, and a descriptor that tells of its process's end."""
+
+    def __init__(self, peer: str, metadata: Metadata) -> None:
+        self.name = peer
+        self.pid = metadata.pid
+        self.regions: dict[int, RemoteRegion] = {}
+        self._mappings: list[mmap.mmap] = []
+        self._process_fd = -1
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            try:
+                self._process_fd = os.pidfd_open(metadata.pid)
+            except OSError as error:
+                raise PeerLostError(f"peer {peer}: process {metadata.pid} is not there: {error}") from error
+            for region in metadata.regions:
+                self.regions[region.region_id] = self._map(region)
+            on_error.pop_all()
+
+    def _map(self, region: PublishedRegion) -> RemoteRegion:
+        where = f"peer {self.name}, region {region.region_id} (/proc/{self.pid}/fd/{region.fd})"
+        try:
+            fd = os.open(f"/proc/{self.pid}/fd/{region.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise PeerLostError(f"{where} cannot be opened: {error}") from error
+        try:
+            found = os.fstat(fd)
+            if (found.st_ino, found.st_dev, found.st_size) != (region.inode, region.device, region.num_bytes):
+                raise PeerLostError(
+                    f"{where}: got inode {found.st_ino} with {found.st_size} bytes, expected inode {region.inode} "
+                    f"with {region.num_bytes}: the process has been replaced, or lives in another PID namespace"
+                )
+            mapping = mmap.mmap(fd, region.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(fd)
+        self._mappings.append(mapping)
+        mapping.madvise(mmap.MADV_DONTFORK)
+        return RemoteRegion(region.num_bytes, int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data))
+
+    def is_dead(self) -> bool:
+        poller = select.poll()
+        poller.register(self._process_fd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def close(self) -> None:
+        self.regions = {}
+        for mapping in self._mappings:
+            mapping.close()
+        self._mappings.clear()
+        if self._process_fd >= 0:
+            os.close(self._process_fd)
+            self._process_fd = -1

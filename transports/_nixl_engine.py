@@ -1,0 +1,196 @@
+"""One NIXL engine object, its start-up, and its errors.
+
+The adapter works on the wheel's bindings. The wheel's Python class would fix the progress thread's interval at 0,
+which costs a whole core for as long as the process lives; and `import nixl` imports torch where torch has no CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvxfer.errors import EngineMissingError
+from kvxfer.transports._engine_thread import EngineError
+from kvxfer.transports._regions import Entries
+from kvxfer.transports.base import Outcome, Region
+
+_PROGRESS_INTERVAL_US = 1000
+MAX_POST_ENTRIES = 8192
+MAX_PEER_ENTRIES = 4 * MAX_POST_ENTRIES
+_RDMA_DEVICES = pathlib.Path("/sys/class/infiniband")
+_logger = logging.getLogger(__name__)
+
+
+class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`interface`: network device that UCX is confined to (`UCX_NET_DEVICES`); empty leaves the choice to UCX."""
+
+    interface: str = ""
+
+
+def has_rdma_device() -> bool:
+    """Whether the kernel knows an RDMA device (`/sys/class/infiniband`)."""
+    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
+
+
+def load_bindings(options: NixlOptions) -> ModuleType:
+    """Import NIXL's bindings after setting what UCX reads at load time. Variables that are set already are kept."""
+    if not has_rdma_device():
+        # Without a device libuct_ib serves nothing, and its destructors crash the process after Python has ended.
+        os.environ.setdefault("UCX_MODULES", "^ib")
+    if options.interface:
+        os.environ.setdefault("UCX_NET_DEVICES", options.interface)
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # every error comes as an exception too
+    cuda_major = _torch_cuda_major()
+    wheels = [f"nixl_cu{cuda_major}"] if cuda_major else ["nixl_cu13", "nixl_cu12"]
+    for wheel in wheels:
+        if importlib.util.find_spec(wheel) is None:
+            continue
+        try:
+            return importlib.import_module(f"{wheel}._bindings")
+        except ImportError as error:
+            raise EngineMissingError(f"NIXL ({wheel}) is installed but does not load: {error}") from error
+    raise EngineMissingError(
+        f"transport 'nixl': got none of the packages {', '.join(wheels)}; install it with: pip install 'kvxfer[nixl]'"
+    )
+
+
+def _torch_cuda_major() -> str | None:
+    """CUDA major version of the installed torch, read from its version file: importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version_file = pathlib.Path(spec.origin).parent / "version.py"
+    match = re.search(r"^cuda\b[^=]*=\s*['\"](\d+)", version_file.read_text(), re.MULTILINE)
+    return match[1] if match else None
+
+
+class NixlEngine:
+    """One nixlAgent: what is destroyed and made anew by a rotation."""
+
+    max_post_entries = MAX_POST_ENTRIES
+    max_peer_entries = MAX_PEER_ENTRIES
+
+    def __init__(self, bindings: ModuleType, endpoint: str) -> None:
+        self._nixl = bindings
+        self.endpoint = endpoint
+        config = bindings.nixlAgentConfig()
+        config.useProgThread = True  # a target makes progress only through it
+        config.pthrDelay = _PROGRESS_INTERVAL_US
+        config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
+        self._agent: Any = bindings.nixlAgent(endpoint, config)
+        self._backend = self._agent.createBackend("UCX", {})
+        self._endpoints: dict[str, str] = {}
+        self._errors = (
+            bindings.nixlBackendError,
+            bindings.nixlCancelledError,
+            bindings.nixlInvalidParamError,
+            bindings.nixlMismatchError,
+            bindings.nixlNotAllowedError,
+            bindings.nixlNotFoundError,
+            bindings.nixlNotPostedError,
+            bindings.nixlNotSupportedError,
+            bindings.nixlRemoteDisconnectError,
+            bindings.nixlRepostActiveError,
+            bindings.nixlUnknownError,
+        )
+
+    @contextlib.contextmanager
+    def map_nixl_errors(self, outcome: Outcome, doing: str) -> Iterator[None]:
+        """Turn NIXL's exceptions into an `EngineError` with `outcome`."""
+        try:
+            yield
+        except self._errors as error:
+            raise EngineError(outcome, f"NIXL {doing}: {type(error).__name__} {error}") from error
+
+    def register(self, region: Region) -> None:
+        with self.map_nixl_errors(Outcome.FAILED, f"registering {region.num_bytes} bytes"):
+            self._agent.registerMem(self._registration(region), [self._backend])
+
+    def deregister(self, region: Region) -> None:
+        with self.map_nixl_errors(Outcome.FAILED, f"deregistering {region.num_bytes} bytes"):
+            self._agent.deregisterMem(self._registration(region), [self._backend])
+
+    def _registration(self, region: Region) -> object:
+        return self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(region.address, region.num_bytes, 0, "")])
+
+    def metadata(self) -> bytes:
+        return bytes(self._agent.getLocalMD())
+
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        with self.map_nixl_errors(Outcome.FAILED, f"loading the metadata of peer {peer}"):
+            endpoint = self._agent.loadRemoteMD(metadata)
+        self._endpoints[peer] = endpoint if isinstance(endpoint, str) else endpoint.decode()
+
+    def drop_peer(self, peer: str) -> None:
+        endpoint = self._endpoints.pop(peer, None)
+        if endpoint is None:
+            return
+        with self.map_nixl_errors(Outcome.FAILED, f"dropping peer {peer}"):
+            self._agent.invalidateRemoteMD(endpoint)
+
+    def post(self, peer: str, entries: Entries) -> int | None:
+        with self.map_nixl_errors(Outcome.FAILED, "preparing a write"):
+            # Measured on single slots: preparing each write afresh costs 20-60 us, a prepared list no less.
+            handle = self._agent.createXferReq(
+                self._nixl.NIXL_WRITE,
+                self._descriptors(entries.src, entries),
+                self._descriptors(entries.dst, entries),
+                self._endpoints[peer],
+                "",
+                [self._backend],
+            )
+        with self._released_on_fault(handle), self.map_nixl_errors(Outcome.UNKNOWN, "posting a write"):
+            status = self._agent.postXferReq(handle, "")
+        return None if self._is_done(handle, status) else int(handle)
+
+    def check(self, token: int) -> bool:
+        with self._released_on_fault(token), self.map_nixl_errors(Outcome.UNKNOWN, "watching a write"):
+            status = self._agent.getXferStatus(token)
+        return self._is_done(token, status)
+
+    def abandon(self, token: int) -> None:
+        self._release(token)
+
+    def _is_done(self, handle: int, status: object) -> bool:
+        if status == self._nixl.NIXL_IN_PROG:
+            return False
+        self._release(handle)
+        if status != self._nixl.NIXL_SUCCESS:
+            raise EngineError(Outcome.UNKNOWN, f"NIXL reported status {status}")
+        return True
+
+    def _descriptors(self, addresses: np.ndarray[Any, np.dtype[np.uint64]], entries: Entries) -> object:
+        table = np.zeros((entries.num_entries, 3), dtype=np.uint64)
+        table[:, 0] = addresses
+        table[:, 1] = entries.lengths
+        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, table)
+
+    @contextlib.contextmanager
+    def _released_on_fault(self, handle: int) -> Iterator[None]:
+        try:
+            yield
+        except EngineError:
+            self._release(handle)
+            raise
+
+    def _release(self, handle: int) -> None:
+        # Releasing frees the handle only; a write that is under way goes on, which its outcome says.
+        try:
+            self._agent.releaseXferReq(handle)
+        except self._errors as error:
+            _logger.warning("NIXL kept the handle of an ended write: %s", error)
+
+    def destroy(self) -> None:
+        """End everything the object does. This, and nothing less, stops writes that were posted."""
+        self._agent = None

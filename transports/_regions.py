@@ -1,0 +1,101 @@
+"""Registered regions of both sides, and the check that every write stays inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.errors import BoundsError, ContractError
+from kvxfer.transports.base import Region, RegionDescriptor, WriteBatch
+
+_Bytes = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRegion:
+    """A peer's region and where it begins: in the peer's address space, or where it is mapped here."""
+
+    num_bytes: int
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """A checked batch: `src`, `dst`, `lengths` `[n]` uint64, absolute addresses and bytes, no entry of length 0."""
+
+    src: _Bytes
+    dst: _Bytes
+    lengths: _Bytes
+
+    def part(self, first: int, end: int) -> Entries:
+        return Entries(self.src[first:end], self.dst[first:end], self.lengths[first:end])
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+
+def checked_entries(batch: WriteBatch, local: Iterable[Region], remote: dict[int, RemoteRegion]) -> Entries:
+    """Absolute addresses of `batch`, once every entry is known to lie inside one `local` and its `remote` region.
+
+    Raises `ContractError` for arrays that are not three equal `[n]` uint64 ones, `BoundsError` for all else.
+    """
+    _check_arrays(batch)
+    target = _target_region(batch.dst_region, remote)
+    lengths = batch.lengths
+    outside = ~_inside(batch.dst_offsets, lengths, target.num_bytes)
+    if outside.any():
+        entry = int(outside.argmax())
+        raise BoundsError(
+            f"entry {entry}: got bytes [{batch.dst_offsets[entry]}, +{lengths[entry]}) of the peer's region "
+            f"{batch.dst_region.region_id}, expected a range inside its {target.num_bytes} bytes"
+        )
+    found = np.zeros(len(lengths), dtype=bool)
+    for region in local:
+        # A source below the region wraps round to an offset far above any region's size.
+        found |= _inside(batch.src_addresses - np.uint64(region.address), lengths, region.num_bytes)
+    if not found.all():
+        entry = int((~found).argmax())
+        raise BoundsError(
+            f"entry {entry}: got source bytes [{int(batch.src_addresses[entry]):#x}, +{lengths[entry]}), "
+            "expected a range inside one registered region"
+        )
+    dst = batch.dst_offsets + np.uint64(target.address)
+    kept = lengths > 0
+    if kept.all():
+        return Entries(batch.src_addresses, dst, lengths)
+    return Entries(batch.src_addresses[kept], dst[kept], lengths[kept])
+
+
+def _check_arrays(batch: WriteBatch) -> None:
+    for name in ("src_addresses", "dst_offsets", "lengths"):
+        array = getattr(batch, name)
+        if array.dtype != np.uint64 or array.shape != (batch.num_entries,):
+            raise ContractError(
+                f"WriteBatch.{name}: got {array.dtype} {list(array.shape)}, expected uint64 [{batch.num_entries}]"
+            )
+
+
+def _target_region(named: RegionDescriptor, remote: dict[int, RemoteRegion]) -> RemoteRegion:
+    target = remote.get(named.region_id)
+    if target is None or target.num_bytes != named.num_bytes:
+        known = {region_id: region.num_bytes for region_id, region in remote.items()}
+        raise BoundsError(
+            f"got region {named.region_id} of {named.num_bytes} bytes, expected one of the peer's {known}: "
+            "call add_peer again with newer metadata if the peer has registered more since"
+        )
+    return target
+
+
+def _inside(offsets: _Bytes, lengths: _Bytes, num_bytes: int) -> npt.NDArray[np.bool_]:
+    # offset + length could wrap; the difference cannot where the first condition holds.
+    size = np.uint64(num_bytes)
+    inside: npt.NDArray[np.bool_] = (offsets <= size) & (lengths <= size - np.minimum(offsets, size))
+    return inside

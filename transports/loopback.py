@@ -1,0 +1,284 @@
+"""Loopback: shared memory between processes of one user on one host, with faults and a wire's pace on request.
+
+A region with a memfd is published as (pid, descriptor, inode, size); a peer opens it through /proc and maps it. It
+needs no engine, works inside one process too, and is the transport that tests and the laptop demo run on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import itertools
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from kvxfer.errors import PeerLostError, RegistrationError
+from kvxfer.transports._completions import CompletionQueue
+from kvxfer.transports._loopback_peer import LoopbackPeer
+from kvxfer.transports._metadata import Metadata, PublishedRegion, decode_metadata, encode_metadata
+from kvxfer.transports._regions import Entries, checked_entries
+from kvxfer.transports.base import (
+    Completion,
+    Counters,
+    Limits,
+    MemoryKind,
+    Outcome,
+    Region,
+    RegionDescriptor,
+    WriteBatch,
+)
+
+_NAME = "loopback"
+_Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
+# Copies shorter than this keep the interpreter's lock: handing it over costs more than the copy.
+_HELD_COPY_BYTES = 1 << 16
+_held_memmove = ctypes.PyDLL(None).memmove
+_held_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_held_memmove.restype = None
+
+
+class LoopbackFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What goes wrong, drawn for each write from `seed`. The shares of the fates add up to at most 1.
+
+    Writes overtake each other where `delays_s` (seconds, each write draws one) has several values. The fates:
+    `drop`: nothing moves and nothing is reported until `rotate()` reports `UNKNOWN`; `fail`: nothing moves, `FAILED`;
+    `truncate`: the first half moves, `FAILED`; `duplicate`: the bytes are written twice before `DONE`; `late`:
+    `UNKNOWN` is reported at once, yet the bytes move `late_s` seconds later, from whatever the source holds then.
+    """
+
+    seed: int = 0
+    delays_s: tuple[_Seconds, ...] = (0.0,)
+    drop: _Share = 0.0
+    fail: _Share = 0.0
+    truncate: _Share = 0.0
+    duplicate: _Share = 0.0
+    late: _Share = 0.0
+    late_s: _Seconds = 0.1
+
+
+class LoopbackPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A wire: a write holds it for max(descriptors * `descriptor_s`, bytes / `bytes_per_s`), one after another."""
+
+    descriptor_s: _Seconds = 0.0
+    bytes_per_s: Annotated[float, msgspec.Meta(gt=0.0)] = math.inf
+
+    def wire_s(self, entries: Entries) -> float:
+        return max(entries.num_entries * self.descriptor_s, entries.num_bytes / self.bytes_per_s)
+
+
+class LoopbackOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """No faults and no pace unless asked for."""
+
+    faults: LoopbackFaults | None = None
+    pace: LoopbackPace | None = None
+
+
+@dataclass(slots=True)
+class _Write:
+    write_id: int
+    peer: LoopbackPeer
+    entries: Entries
+    reported: bool = False
+
+
+class LoopbackTransport:
+    """`Transport` over shared memory. Owns one thread, one eventfd, and the mappings of its peers' regions."""
+
+    name = _NAME
+    limits = Limits(
+        max_entries_per_peer=1 << 31,
+        memory_kinds=frozenset({MemoryKind.HOST}),
+        failed_write_stops=True,
+        rotate_stops_peer_writes=False,
+    )
+
+    def __init__(self, options: LoopbackOptions | None = None) -> None:
+        options = options or LoopbackOptions()
+        self.counters = Counters()
+        self._faults = options.faults or LoopbackFaults()
+        self._pace = options.pace or LoopbackPace()
+        self._random = random.Random(self._faults.seed)
+        self._ids = itertools.count(1)
+        self._regions: dict[int, Region] = {}
+        self._peers: dict[str, LoopbackPeer] = {}
+        self._completions = CompletionQueue()
+        self._changed = threading.Condition()  # guards the schedule
+        self._moving = threading.Lock()  # held while bytes move: whoever holds it can end writes for good
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
+        self._writes: dict[int, _Write] = {}  # not finished with: neither reported nor still able to move bytes
+        self._wire_free_at_s = 0.0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="loopback", daemon=True)
+        self._thread.start()
+
+    def register(self, region: Region) -> RegionDescriptor:
+        if region.kind not in self.limits.memory_kinds:
+            raise RegistrationError(f"got {region.kind.value} memory, expected host memory")
+        if region.fd is not None and os.fstat(region.fd).st_size != region.num_bytes:
+            raise RegistrationError(
+                f"got a region of {region.num_bytes} bytes whose descriptor {region.fd} holds "
+                f"{os.fstat(region.fd).st_size}, expected the whole memfd to be the region"
+            )
+        region_id = next(self._ids)
+        self._regions[region_id] = region
+        return RegionDescriptor(region_id, region.num_bytes)
+
+    def deregister(self, descriptor: RegionDescriptor) -> None:
+        if self._regions.pop(descriptor.region_id, None) is None:
+            raise RegistrationError(f"got region {descriptor.region_id}, expected one of {sorted(self._regions)}")
+
+    def metadata(self) -> bytes:
+        published = []
+        for region_id, region in self._regions.items():
+            if region.fd is None:
+                continue  # may be a source, but nobody else can map it
+            file = os.fstat(region.fd)
+            published.append(
+                PublishedRegion(region_id, region.num_bytes, fd=region.fd, inode=file.st_ino, device=file.st_dev)
+            )
+        return encode_metadata(Metadata(_NAME, f"pid-{os.getpid()}", published, os.getpid()))
+
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        added = LoopbackPeer(peer, decode_metadata(metadata, _NAME))
+        self.drop_peer(peer)
+        self._peers[peer] = added
+
+    def drop_peer(self, peer: str) -> None:
+        dropped = self._peers.pop(peer, None)
+        if dropped is None:
+            return
+        with self._moving:
+            self._end_all(Outcome.FAILED, "the peer was dropped", dropped)
+            dropped.close()
+
+    def submit_write(self, peer: str, batch: WriteBatch) -> int:
+        known = self._peers.get(peer)
+        if known is None:
+            raise PeerLostError(f"got peer {peer}, expected one that add_peer made known")
+        entries = checked_entries(batch, self._regions.values(), known.regions)
+        write = _Write(next(self._ids), known, entries)
+        with self._changed:
+            self._writes[write.write_id] = write
+            self._plan(write)
+            self._changed.notify()
+        return write.write_id
+
+    def poll(self) -> list[Completion]:
+        return self._completions.drain()
+
+    def fileno(self) -> int:
+        return self._completions.fileno()
+
+    def path(self, peer: str) -> str:  # noqa: ARG002 - there is one path only
+        return "shared memory"
+
+    def rotate(self) -> None:
+        with self._moving:
+            self._end_all(Outcome.UNKNOWN, "the transport was rotated before the write had ended")
+            self._wire_free_at_s = 0.0
+            self.counters.num_rotations += 1
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        with self._moving:
+            self._end_all(Outcome.FAILED, "the transport was closed")
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        self._completions.close()
+
+    def _plan(self, write: _Write) -> None:
+        """Draw the write's fate and put what follows from it on the schedule. `_changed` is held."""
+        delay_s = self._random.choice(self._faults.delays_s)
+        fate = self._draw_fate()
+        now_s = time.monotonic()
+        if fate == "drop":
+            return
+        if fate == "late":
+            self._report(write, Outcome.UNKNOWN, "injected: reported before it moved")
+            self._at(now_s + self._faults.late_s, lambda: self._move(write, write.entries))
+            return
+        if fate == "fail":
+            self._at(now_s + delay_s, lambda: self._finish(write, Outcome.FAILED, "injected failure"))
+            return
+        self._wire_free_at_s = max(now_s, self._wire_free_at_s) + self._pace.wire_s(write.entries)
+        ends_at_s = self._wire_free_at_s + delay_s
+        if fate == "truncate":
+            half = write.entries.part(0, write.entries.num_entries // 2)
+            self._at(ends_at_s, lambda: self._move(write, half, Outcome.FAILED, "injected: only a part moved"))
+            return
+        if fate == "duplicate":
+            self._at(now_s, lambda: self._copy(write, write.entries))
+        self._at(ends_at_s, lambda: self._move(write, write.entries, Outcome.DONE))
+
+    def _draw_fate(self) -> str:
+        left = self._random.random()
+        for fate in ("drop", "fail", "truncate", "duplicate", "late"):
+            left -= getattr(self._faults, fate)
+            if left < 0.0:
+                return fate
+        return "done"
+
+    def _at(self, due_s: float, action: Callable[[], object]) -> None:
+        heapq.heappush(self._due, (due_s, next(self._ids), action))
+
+    def _run(self) -> None:
+        while (action := self._next_action()) is not None:
+            with self._moving:
+                action()
+
+    def _next_action(self) -> Callable[[], object] | None:
+        """Wait for the next due action; None once the transport is closed."""
+        with self._changed:
+            while not self._closed:
+                wait_s = self._due[0][0] - time.monotonic() if self._due else None
+                if wait_s is not None and wait_s <= 0.0:
+                    return heapq.heappop(self._due)[2]
+                self._changed.wait(wait_s)
+        return None
+
+    def _move(self, write: _Write, entries: Entries, outcome: Outcome = Outcome.UNKNOWN, detail: str = "") -> None:
+        if self._copy(write, entries):
+            self._finish(write, outcome, detail)
+
+    def _copy(self, write: _Write, entries: Entries) -> bool:
+        """Move `entries` unless the write has been ended or its peer has died; whether they moved."""
+        if write.write_id not in self._writes:
+            return False
+        if write.peer.is_dead():
+            self._finish(write, Outcome.FAILED, f"process {write.peer.pid} of the peer has ended")
+            return False
+        started_s = time.perf_counter()
+        for src, dst, length in zip(entries.src.tolist(), entries.dst.tolist(), entries.lengths.tolist(), strict=True):
+            (_held_memmove if length < _HELD_COPY_BYTES else ctypes.memmove)(dst, src, length)
+        self.counters.post_s += time.perf_counter() - started_s
+        return True
+
+    def _finish(self, write: _Write, outcome: Outcome, detail: str) -> None:
+        if self._writes.pop(write.write_id, None) is not None:
+            self._report(write, outcome, detail)
+
+    def _report(self, write: _Write, outcome: Outcome, detail: str) -> None:
+        if write.reported:
+            return
+        write.reported = True
+        self.counters.count(outcome, write.entries.num_entries, write.entries.num_bytes)
+        self._completions.put(Completion(write.write_id, outcome, detail))
+
+    def _end_all(self, outcome: Outcome, detail: str, peer: LoopbackPeer | None = None) -> None:
+        for write in [write for write in self._writes.values() if peer is None or write.peer is peer]:
+            self._finish(write, outcome, detail)

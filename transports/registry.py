@@ -1,0 +1,66 @@
+"""Transports by name, and how a process that used one ends."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from kvxfer.errors import ConfigError
+from kvxfer.transports._nixl_engine import NixlOptions
+from kvxfer.transports.base import Transport
+from kvxfer.transports.loopback import LoopbackOptions, LoopbackTransport
+from kvxfer.transports.nixl import NixlTransport
+
+TRANSPORT_NAMES = ("loopback", "nixl")
+_Options = TypeVar("_Options")
+
+
+def create_transport(
+    name: str, *, incarnation: str, host: str = "127.0.0.1", options: Mapping[str, object] | None = None
+) -> Transport:
+    """Make the transport `name` for the agent run `incarnation`, reachable at the IP address `host`.
+
+    `options` are the fields of the transport's own options class. Raises `ConfigError` for a name or option that is
+    none, `EngineMissingError` where the engine is not installed.
+    """
+    options = options or {}
+    if name == "loopback":
+        return LoopbackTransport(_parse(options, LoopbackOptions, name))
+    if name == "nixl":
+        parsed = _parse(options, NixlOptions, name)
+        if not parsed.interface and _address(host).is_loopback:
+            parsed = NixlOptions(interface="lo")
+        return NixlTransport(incarnation, parsed)
+    raise ConfigError(f"transport: got {name!r}, expected one of {', '.join(TRANSPORT_NAMES)}")
+
+
+def _parse(options: Mapping[str, object], kind: type[_Options], name: str) -> _Options:
+    try:
+        return msgspec.convert(dict(options), kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"options of transport {name!r}: {error}") from error
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError as error:
+        raise ConfigError(f"host: got {host!r}, expected the IP address that peers reach") from error
+
+
+def exit_process(code: int) -> NoReturn:
+    """End the process with `code` after everything was closed, without running destructors of native libraries.
+
+    UCX's RDMA module crashes in them (exit status 139), after Python has ended. Output is flushed and loggers are
+    shut down; `atexit` functions do not run.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
