@@ -19,6 +19,13 @@ KvxferError
     └── BoundsError          a write outside a registered region
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvxfer.transfer import Reason
+
 
 class KvxferError(Exception):
     """Base of every error that kvxfer raises."""
@@ -57,7 +64,18 @@ class PairingError(ControlError):
 
 
 class RefusedError(ControlError):
-    """An agent refused a request and changed nothing."""
+    """An agent refused a request and changed nothing.
+
+    `reason` is one of the words in `kvxfer.transfer`, or None; `detail` says more; `field` names what was wrong, or
+    is empty.
+    """
+
+    def __init__(self, detail: str, reason: Reason | None = None, field: str = "") -> None:
+        self.detail = detail
+        self.reason = reason
+        self.field = field
+        where = f" ({field})" if field else ""
+        super().__init__(f"{reason.value if reason else 'refused'}{where}: {detail}")
 
 
 class AgentLostError(ControlError):
