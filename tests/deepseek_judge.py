@@ -1,0 +1,195 @@
+"""A tiny random DeepSeek-V3 of Hugging Face transformers, decoded with our absorbed attention over split latent KV.
+
+The model's own `generate` is the judge. Its prefill gives the latent rows; whatever stands between
+`prefill_latents` and `DecodeRank` (nothing, or agents that move the rows) must not change a token. All float32: bf16
+flips an argmax.
+
+In order: `build_model`, `generated_tokens`, `prefill_latents`, `DecodeRank` (one a rank), `decode_tokens`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from kvxfer.kernels import lse_combine, mla_decode
+from kvxfer.layout import Shard, TokenRange
+from kvxfer.ownership import local_len, owned_tokens
+
+RANK_DIM, ROPE_DIM, NOPE_DIM, V_DIM, HEADS, LAYERS = 32, 16, 16, 24, 4, 3
+ROW_DIM = RANK_DIM + ROPE_DIM
+
+# (layer, absorbed query `[1, HEADS, ROW_DIM]`, the new token's row `[ROW_DIM]`) to `[1, HEADS, RANK_DIM]`. It stores
+# the row before it attends: a token sees itself.
+Attend = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def build_model(seed: int) -> DeepseekV3ForCausalLM:
+    """A dense and two mixture-of-experts layers, interleaved rope with yarn off; std 0.08 keeps the tokens varied."""
+    torch.manual_seed(seed)
+    config = DeepseekV3Config(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=192,
+        moe_intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=RANK_DIM,
+        q_lora_rank=40,
+        qk_rope_head_dim=ROPE_DIM,
+        qk_nope_head_dim=NOPE_DIM,
+        v_head_dim=V_DIM,
+        max_position_embeddings=256,
+        num_mtp_layers=0,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = DeepseekV3ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.08)
+    return model
+
+
+@torch.no_grad()
+def generated_tokens(model: DeepseekV3ForCausalLM, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What the model's own greedy `generate` gives after `prompt`."""
+    ids = torch.tensor([list(prompt)])
+    found = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens
+    )
+    return [int(token) for token in found[0, len(prompt) :]]
+
+
+@torch.no_grad()
+def prefill_latents(model: DeepseekV3ForCausalLM, prompt: Sequence[int]) -> tuple[list[torch.Tensor], int]:
+    """Per layer the latent rows of the prompt, `[num_tokens, ROW_DIM]` float32 contiguous, and the first new token.
+
+    A row is what the model's own cache holds: the normalised latent (its "keys"), then the roped key (its "values").
+    """
+    cache = DynamicCache(config=model.config)
+    logits = model(torch.tensor([list(prompt)]), cache=cache, use_cache=True).logits
+    rows = [torch.cat((layer.keys[0, 0], layer.values[0, 0]), dim=-1).contiguous() for layer in cache.layers]
+    return rows, int(logits[0, -1].argmax())
+
+
+@torch.no_grad()
+def decode_step(model: DeepseekV3ForCausalLM, token: int, position: int, attend: Attend) -> int:
+    """One token through all layers with absorbed attention; returns the next token (greedy)."""
+    hidden = model.model.embed_tokens(torch.tensor([[token]]))
+    rope = model.model.rotary_emb(hidden, torch.tensor([[position]]))
+    for layer_idx, layer in enumerate(model.model.layers):
+        normed = layer.input_layernorm(hidden)
+        query, row = _query_and_row(layer.self_attn, normed, rope)
+        latent = attend(layer_idx, query, row)
+        value_up = _kv_up_projection(layer.self_attn)[:, NOPE_DIM:]
+        heads_out = torch.einsum("bhr,hvr->bhv", latent, value_up).reshape(1, 1, -1)
+        hidden = hidden + layer.self_attn.o_proj(heads_out)
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return int(model.lm_head(model.model.norm(hidden))[0, -1].argmax())
+
+
+def _query_and_row(
+    attention: DeepseekV3Attention, normed: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The absorbed query `[1, HEADS, ROW_DIM]` and the latent row `[ROW_DIM]` of one token."""
+    q = attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(normed)))
+    q_nope, q_rope = q.view(1, 1, HEADS, -1).transpose(1, 2).split([NOPE_DIM, ROPE_DIM], dim=-1)
+    latent, k_rope = attention.kv_a_proj_with_mqa(normed).split([RANK_DIM, ROPE_DIM], dim=-1)
+    latent = attention.kv_a_layernorm(latent)
+    q_rope, k_rope = _rope_pairs(q_rope, rope), _rope_pairs(k_rope.unsqueeze(1), rope)
+    key_up = _kv_up_projection(attention)[:, :NOPE_DIM]
+    q_latent = torch.einsum("bhn,hnr->bhr", q_nope[:, :, 0], key_up)
+    query = torch.cat((q_latent, q_rope[:, :, 0]), dim=-1)
+    return query, torch.cat((latent[0, 0], k_rope[0, 0, 0]))
+
+
+def _kv_up_projection(attention: DeepseekV3Attention) -> torch.Tensor:
+    """`[HEADS, NOPE_DIM + V_DIM, RANK_DIM]`: nope rows first."""
+    weight: torch.Tensor = attention.kv_b_proj.weight
+    return weight.view(HEADS, NOPE_DIM + V_DIM, RANK_DIM)
+
+
+def _rope_pairs(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotates the pairs (x0, x1), (x2, x3), ... of `[1, n, 1, ROPE_DIM]`; they come out in halves."""
+    cos, sin = (part[:, None, :, : ROPE_DIM // 2] for part in rope)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+
+
+class DecodeRank:
+    """One decode rank's pages for every layer: attends over its own rows and stores the new rows it owns.
+
+    `kv_pages`: per layer `[num_pages, page_tokens, ROW_DIM]` float32, already filled with the rank's rows of the first
+    `num_tokens` tokens at `pages` (local row j at `pages[j // page_tokens]`); pages beyond those take the new rows.
+    """
+
+    def __init__(self, shard: Shard, kv_pages: Sequence[torch.Tensor], pages: torch.Tensor, num_tokens: int) -> None:
+        self.shard = shard
+        self.kv_pages = kv_pages
+        self.pages = pages
+        self.num_tokens = num_tokens
+
+    def partial(
+        self, layer: int, query: torch.Tensor, row: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores `row`, of token `num_tokens`, if it is this rank's; then `out`, `lse` over the rank's rows."""
+        held, num_rows = local_len(self.shard, self.num_tokens), local_len(self.shard, self.num_tokens + 1)
+        page_tokens = self.kv_pages[layer].shape[1]
+        if num_rows > held:
+            self.kv_pages[layer][self.pages[held // page_tokens], held % page_tokens] = row
+        return mla_decode(
+            query,
+            self.kv_pages[layer],
+            self.pages.unsqueeze(0),
+            torch.tensor([num_rows]),
+            scale,
+            v_head_dim=RANK_DIM,
+        )
+
+
+def scattered_rank(
+    shard: Shard, rows: Sequence[torch.Tensor], page_tokens: int, spare_tokens: int, seed: int
+) -> DecodeRank:
+    """A rank whose rows were put into shuffled pages by plain indexing: the form without agents in between."""
+    num_tokens = rows[0].shape[0]
+    num_pages = math.ceil(local_len(shard, num_tokens + spare_tokens) / page_tokens)
+    pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
+    owned = torch.from_numpy(owned_tokens(shard, TokenRange(first=0, end=num_tokens)))
+    local = torch.arange(len(owned))
+    kv_pages = [torch.full((num_pages, page_tokens, ROW_DIM), float("nan")) for _ in rows]
+    for layer_pages, layer_rows in zip(kv_pages, rows, strict=True):
+        layer_pages[pages[local // page_tokens], local % page_tokens] = layer_rows[owned]
+    return DecodeRank(shard, kv_pages, pages, num_tokens)
+
+
+def decode_tokens(
+    model: DeepseekV3ForCausalLM, ranks: Sequence[DecodeRank], first_token: int, num_tokens: int
+) -> list[int]:
+    """`num_tokens` greedy tokens, `first_token` among them, from ranks that each hold a part of every layer."""
+    scale = model.model.layers[0].self_attn.scaling
+
+    def attend(layer: int, query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        partials = [rank.partial(layer, query, row, scale) for rank in ranks]
+        merged = lse_combine(
+            torch.stack([out for out, _ in partials]), torch.stack([lse for _, lse in partials]), lse_base="e"
+        )
+        assert isinstance(merged, torch.Tensor)
+        return merged
+
+    tokens = [first_token]
+    while len(tokens) < num_tokens:
+        tokens.append(decode_step(model, tokens[-1], ranks[0].num_tokens, attend))
+        for rank in ranks:
+            rank.num_tokens += 1
+    return tokens
