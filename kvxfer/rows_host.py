@@ -85,9 +85,9 @@ def split_pieces(plan: ChunkPlan, pieces: Sequence[Piece], num_jobs: int) -> lis
         row_bytes = plan.blocks[piece.block_idx].row_bytes
         first_row = piece.first_row
         while first_row < piece.end_row:
-            if room_bytes <= 0:
+            if room_bytes <= 0:  # a row larger than a job's share used up some of the next shares, too
                 jobs.append([])
-                room_bytes += job_bytes
+                room_bytes = job_bytes - -room_bytes % job_bytes
             end_row = min(piece.end_row, first_row + -(-room_bytes // row_bytes))
             slot_offset_bytes = piece.slot_offset_bytes + (first_row - piece.first_row) * row_bytes
             jobs[-1].append(Piece(piece.block_idx, piece.layer, first_row, end_row, slot_offset_bytes))
