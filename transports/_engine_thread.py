@@ -85,9 +85,10 @@ class _PeerQueue:
 class EngineThread:
     """Owns a thread from `start()` to `stop()`; may be started again, with another engine object."""
 
-    def __init__(self, name: str, engine: PostingEngine, completions: CompletionQueue, counters: Counters) -> None:
+    _engine: PostingEngine
+
+    def __init__(self, name: str, completions: CompletionQueue, counters: Counters) -> None:
         self._name = name
-        self._engine = engine
         self._completions = completions
         self._counters = counters
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -22,6 +22,8 @@ import numpy as np
 
 from kvxfer.errors import EngineMissingError
 from kvxfer.transports._engine_thread import EngineError
+from kvxfer.transports._engine_transport import UnreachablePeerError
+from kvxfer.transports._metadata import Metadata
 from kvxfer.transports._regions import Entries
 from kvxfer.transports.base import Outcome, Region
 
@@ -90,7 +92,7 @@ class NixlEngine:
         config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
         self._agent: Any = bindings.nixlAgent(endpoint, config)
         self._backend = self._agent.createBackend("UCX", {})
-        self._endpoints: dict[str, str] = {}
+        self._peers: dict[str, Metadata] = {}
         self._errors = (
             bindings.nixlBackendError,
             bindings.nixlCancelledError,
@@ -110,6 +112,8 @@ class NixlEngine:
         """Turn NIXL's exceptions into an `EngineError` with `outcome`."""
         try:
             yield
+        except self._nixl.nixlBackendError as error:
+            raise UnreachablePeerError(outcome, f"NIXL {doing}: {error}") from error
         except self._errors as error:
             raise EngineError(outcome, f"NIXL {doing}: {type(error).__name__} {error}") from error
 
@@ -127,17 +131,26 @@ class NixlEngine:
     def metadata(self) -> bytes:
         return bytes(self._agent.getLocalMD())
 
-    def add_peer(self, peer: str, metadata: bytes) -> None:
+    def add_peer(self, peer: str, metadata: Metadata) -> None:
         with self.map_nixl_errors(Outcome.FAILED, f"loading the metadata of peer {peer}"):
-            endpoint = self._agent.loadRemoteMD(metadata)
-        self._endpoints[peer] = endpoint if isinstance(endpoint, str) else endpoint.decode()
+            loaded = self._agent.loadRemoteMD(metadata.engine)
+        name = loaded.decode(errors="replace") if isinstance(loaded, bytes) else loaded
+        if name != metadata.endpoint:
+            raise EngineError(Outcome.FAILED, f"metadata of peer {peer}: got one of {name}, not {metadata.endpoint}")
+        self._peers[peer] = metadata
+
+    def is_stale_for(self, metadata: Metadata) -> bool:  # noqa: ARG002 - a restarted peer has another endpoint
+        return False
+
+    def path(self, peer: str) -> str:  # noqa: ARG002
+        return "unknown"
 
     def drop_peer(self, peer: str) -> None:
-        endpoint = self._endpoints.pop(peer, None)
-        if endpoint is None:
+        metadata = self._peers.pop(peer, None)
+        if metadata is None:
             return
         with self.map_nixl_errors(Outcome.FAILED, f"dropping peer {peer}"):
-            self._agent.invalidateRemoteMD(endpoint)
+            self._agent.invalidateRemoteMD(metadata.endpoint)
 
     def post(self, peer: str, entries: Entries) -> int | None:
         with self.map_nixl_errors(Outcome.FAILED, "preparing a write"):
@@ -146,7 +159,7 @@ class NixlEngine:
                 self._nixl.NIXL_WRITE,
                 self._descriptors(entries.src, entries),
                 self._descriptors(entries.dst, entries),
-                self._endpoints[peer],
+                self._peers[peer].endpoint,
                 "",
                 [self._backend],
             )
