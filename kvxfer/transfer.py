@@ -42,11 +42,9 @@ class EventKind(enum.Enum):
 
 
 class LegState(enum.Enum):
-    """A leg on the prefill side."""
+    """A leg on the prefill side. It is born by its grant; what the worker submits before that waits in the transfer."""
 
-    NEW = "new"  # neither granted nor submitted
     GRANTED = "granted"  # the decode side asked, the worker has submitted nothing yet
-    SUBMITTED = "submitted"  # the worker has submitted, the decode side has not asked yet
     ACTIVE = "active"  # both are there: segments move
     STOPPING = "stopping"  # ends without success; waits for what was emitted
     QUIET = "quiet"  # nothing of it runs, for ever
@@ -54,9 +52,7 @@ class LegState(enum.Enum):
 
 
 LEG_MOVES: dict[LegState, frozenset[LegState]] = {
-    LegState.NEW: frozenset({LegState.GRANTED, LegState.SUBMITTED, LegState.STOPPING}),
     LegState.GRANTED: frozenset({LegState.ACTIVE, LegState.STOPPING}),
-    LegState.SUBMITTED: frozenset({LegState.ACTIVE, LegState.STOPPING}),
     LegState.ACTIVE: frozenset({LegState.FINISHED, LegState.STOPPING}),
     LegState.STOPPING: frozenset({LegState.QUIET}),
     LegState.QUIET: frozenset(),

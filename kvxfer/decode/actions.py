@@ -1,0 +1,44 @@
+"""What the decode core asks its agent to do. The core does no I/O itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvxfer.control.messages import DecodeToPrefill, Source, TransferEvent
+from kvxfer.operations import CancelFlag, SegmentSource
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Put a landed segment's rows into the worker's pages. Ends in `DecodeCore.scatter_ended`."""
+
+    operation: int
+    slot: int
+    source: SegmentSource
+    segment: int
+    cancel: CancelFlag
+
+
+@dataclass(frozen=True, slots=True)
+class PairWith:
+    """Pair with a prefill agent. Ends in `DecodeCore.peer_paired` or `pairing_failed`."""
+
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class SendToPeer:
+    """Hand a message to the control connection of a prefill agent (by incarnation)."""
+
+    peer: str
+    message: DecodeToPrefill
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Tell the worker."""
+
+    event: TransferEvent
+
+
+Action = Scatter | PairWith | SendToPeer | Notify

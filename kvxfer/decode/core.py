@@ -1,0 +1,301 @@
+"""The decode side as a sans-I/O state machine: messages, ends of operations and time go in, actions come out.
+
+In the order of a transfer's life: open, pairing, grants, then per leg chunk, want, segment and finished, landed;
+beside it abort, deadline and lost peers. What becomes of a transfer lies in `decode/lifecycle.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvxfer.addresses import resolve
+from kvxfer.control.messages import (
+    Chunk,
+    Finished,
+    LegFailed,
+    LegStatus,
+    Open,
+    PrefillToDecode,
+    Quiesced,
+    QuiescedAck,
+    Segment,
+    Want,
+)
+from kvxfer.decode.actions import Action, PairWith, Scatter, SendToPeer
+from kvxfer.decode.lifecycle import Lifecycle
+from kvxfer.decode.receive import NO_PAGES, Receive, ReceivedChunk, ReceiveLeg, SourceInfo, accept_open
+from kvxfer.errors import LayoutError, RefusedError
+from kvxfer.layout import PoolLayout
+from kvxfer.operations import SegmentSource
+from kvxfer.slots import SlotState, SlotTable
+from kvxfer.transfer import Reason
+from kvxfer.wire import plan_chunk
+
+MAX_CHUNKS = 1 << 16
+
+
+class DecodeCore:
+    """All transfers of one decode agent. Every method takes the agent's clock, in seconds, as `now`."""
+
+    def __init__(self, slots: SlotTable, credits_per_leg: int) -> None:
+        self._outbox: list[Action] = []
+        self._life = Lifecycle(slots, credits_per_leg, self._outbox)
+        self._slots = slots
+        self.sources: dict[str, SourceInfo] = {}
+        self.layout: PoolLayout | None = None
+        self.refused: Counter[str] = Counter()
+        """Messages that were dropped, by what was wrong with them."""
+        self._scatters: dict[int, tuple[Receive, int]] = {}  # operation: transfer, slot
+        self._num_operations = 0
+        self._num_opened = 0
+
+    @property
+    def receives(self) -> dict[str, Receive]:
+        """Transfers with a leg that is not closed yet."""
+        return self._life.receives
+
+    @property
+    def num_touching_pool(self) -> int:
+        """Operations that may write the worker's pool."""
+        return len(self._scatters)
+
+    def take_actions(self) -> list[Action]:
+        """What to do now, in order."""
+        actions = list(self._outbox)
+        self._outbox.clear()
+        return actions
+
+    def floor(self) -> int:
+        """The lowest generation that is still live; every one below is over."""
+        return min((receive.generation for receive in self.receives.values()), default=self._num_opened + 1)
+
+    # ---- the worker ----
+
+    def attach_worker(self, layout: PoolLayout) -> None:
+        """A worker has handed its pool over."""
+        self.layout = layout
+        self._life.has_worker = True
+
+    def worker_lost(self, now: float) -> None:
+        """The worker is gone: its transfers end, and nobody is told but the peers."""
+        self._life.has_worker = False
+        for receive in list(self.receives.values()):
+            self._life.fail(receive, Reason.WORKER_LOST, "the decode worker is gone", now)
+        self.layout = None
+
+    def open(self, message: Open, now: float) -> None:
+        """Receive a transfer. Raises `RefusedError` or `LayoutError`; nothing has changed then."""
+        if self.layout is None:
+            raise RefusedError("open: no pool is attached; hand one over first")
+        if message.ticket.transfer in self.receives:
+            raise RefusedError(f"open: transfer {message.ticket.transfer} is open already, or is still being ended")
+        receive = accept_open(message, self.layout, self._num_opened + 1, now)
+        self._num_opened += 1
+        self.receives[receive.transfer] = receive
+        for leg in receive.legs:
+            leg.info = self.sources.get(leg.source.incarnation)
+            if leg.info is None:
+                self._outbox.append(PairWith(leg.source))
+        self._life.grant(receive, self.layout, self.floor(), now)
+
+    def abort(self, transfer: str, now: float) -> None:
+        """The worker gives the transfer up. Unknown and ended ones are left as they are."""
+        receive = self.receives.get(transfer)
+        if receive is not None:
+            self._life.fail(receive, Reason.ABORTED_BY_WORKER, "", now)
+
+    # ---- peers ----
+
+    def take_probe_slot(self) -> int | None:
+        """A landing slot to lend for a path measurement; None when none is free."""
+        return self._slots.take(SlotState.CREDITED)
+
+    def return_probe_slot(self, slot: int, unproven_peer: str | None) -> None:
+        """The measurement has ended; with `unproven_peer` set, it may still write."""
+        if unproven_peer is None:
+            self._slots.move(slot, SlotState.FREE)
+        else:
+            self._slots.quarantine(slot, unproven_peer)
+        self._life.lender.lend()
+
+    def peer_paired(self, info: SourceInfo, now: float) -> None:
+        """A prefill agent was paired."""
+        self.sources[info.incarnation] = info
+        for receive in list(self.receives.values()):
+            legs = [leg for leg in receive.legs if leg.source.incarnation == info.incarnation and leg.info is None]
+            for leg in legs:
+                leg.info = info
+            if legs and self.layout is not None:
+                self._life.grant(receive, self.layout, self.floor(), now)
+
+    def peer_gone(self, incarnation: str, reason: Reason, detail: str, now: float) -> None:
+        """A prefill agent is lost, refused to pair, or could not be reached."""
+        self.sources.pop(incarnation, None)
+        for receive in list(self.receives.values()):
+            for leg in receive.legs:
+                if leg.source.incarnation == incarnation and not leg.is_closed:
+                    self._life.close(leg, frozenset(leg.credits))
+                    self._life.fail(receive, reason, detail, now)
+            self._life.settle(receive, now)
+
+    def receive(self, incarnation: str, message: PrefillToDecode, now: float) -> None:
+        """A message about a leg, from a paired prefill agent."""
+        match message:
+            case Chunk() | Want() | Segment() | Finished() | LegFailed() | Quiesced() | LegStatus():
+                leg = self._leg(incarnation, message.transfer, message.generation)
+            case _:
+                self.refused["unexpected"] += 1
+                return
+        if leg is None:
+            self.refused["stale"] += 1
+            if isinstance(message, Quiesced):
+                ack = QuiescedAck(transfer=message.transfer, generation=message.generation)
+                self._outbox.append(SendToPeer(incarnation, ack))
+            return
+        leg.asked_at = now
+        self._dispatch(self.receives[leg.transfer], leg, message, now)
+
+    def _leg(self, incarnation: str, transfer: str, generation: int) -> ReceiveLeg | None:
+        receive = self.receives.get(transfer)
+        if receive is None or receive.generation != generation:
+            return None
+        return next((leg for leg in receive.legs if leg.source.incarnation == incarnation and not leg.is_closed), None)
+
+    def _dispatch(self, receive: Receive, leg: ReceiveLeg, message: PrefillToDecode, now: float) -> None:
+        match message:
+            case Chunk():
+                self._chunk(receive, leg, message, now)
+            case Want():
+                if receive.is_open:
+                    self._life.lender.want(leg, message.num_leased)
+            case Segment():
+                self._segment(receive, leg, message, now)
+            case Finished():
+                leg.finished = message
+                self._life.advance(receive, now)
+            case LegFailed():
+                self._life.fail(receive, message.reason, f"prefill agent: {message.detail}", now)
+            case Quiesced():
+                self._outbox.append(
+                    SendToPeer(leg.source.incarnation, QuiescedAck(transfer=leg.transfer, generation=leg.generation))
+                )
+                self._life.close(leg, frozenset(message.unknown_slots))
+                self._life.fail(receive, Reason.ABORTED_BY_PEER, "prefill agent: the leg was stopped", now)
+            case LegStatus():
+                self._status(receive, leg, message, now)
+
+    def _status(self, receive: Receive, leg: ReceiveLeg, message: LegStatus, now: float) -> None:
+        """Answer to a query: take over what was announced and lost on the way."""
+        if message.state == "unknown":
+            self._life.close(leg, frozenset(leg.credits))
+            self._life.fail(receive, Reason.STALE, "prefill agent: does not know the leg", now)
+            return
+        for chunk, segment, slot, num_bytes in message.segments:
+            self._segment(
+                receive,
+                leg,
+                Segment(
+                    transfer=leg.transfer,
+                    generation=leg.generation,
+                    chunk=chunk,
+                    segment=segment,
+                    slot=slot,
+                    num_bytes=num_bytes,
+                ),
+                now,
+            )
+        if message.finished is not None and leg.finished is None:
+            leg.finished = message.finished
+            self._life.advance(receive, now)
+
+    def _chunk(self, receive: Receive, leg: ReceiveLeg, message: Chunk, now: float) -> None:
+        """Plan the chunk as the source did; whatever differs ends the transfer."""
+        if not receive.is_open or message.chunk in leg.chunks:
+            return
+        began_s = self._life.clock()
+        try:
+            chunk = self._plan_chunk(receive, leg, message)
+        except LayoutError as error:
+            self._life.fail(receive, Reason.MISMATCH, str(error), now)
+            return
+        receive.plan_s += self._life.clock() - began_s
+        leg.chunks[message.chunk] = chunk
+        leg.num_rows += chunk.source.plan.num_rows
+        leg.num_bytes += chunk.source.plan.num_bytes
+        leg.num_segments += chunk.source.plan.num_segments
+        self._life.advance(receive, now)
+
+    def _plan_chunk(self, receive: Receive, leg: ReceiveLeg, message: Chunk) -> ReceivedChunk:
+        """The chunk in this side's addresses. Raises `LayoutError` where it is not what the source announced."""
+        assert leg.info is not None
+        assert self.layout is not None
+        groups = leg.info.route.groups
+        if len(message.ranges) != len(groups) or len(leg.chunks) >= MAX_CHUNKS:
+            raise LayoutError(f"chunk {message.chunk}: got ranges of {len(message.ranges)} groups, not {len(groups)}")
+        layers = message.layers
+        layers_of = [group.layers if layers is None else group.layers.intersect(layers) for group in groups]
+        leg.coverage.add(zip(range(len(groups)), layers_of, message.ranges, strict=True))
+        plan = plan_chunk(leg.info.route, message.ranges, leg.wanted, leg.have, layers, leg.info.segment_bytes)
+        tables = tuple(receive.tables.get(group.name, NO_PAGES) for group in groups)
+        addresses = resolve(plan, leg.info.route, "dst", self.layout, tables)
+        if (plan.num_segments, plan.num_bytes) != (message.num_segments, message.num_bytes):
+            raise LayoutError(
+                f"chunk {message.chunk}: got {message.num_segments} segments of {message.num_bytes} bytes, "
+                f"expected {plan.num_segments} of {plan.num_bytes}"
+            )
+        return ReceivedChunk(SegmentSource(plan, addresses), bytearray(plan.num_segments), plan.num_segments)
+
+    def _segment(self, receive: Receive, leg: ReceiveLeg, message: Segment, now: float) -> None:
+        """A landing slot was filled. A repeated notice changes nothing; a false one ends the transfer."""
+        chunk = leg.chunks.get(message.chunk)
+        if message.slot not in leg.credits:
+            self.refused["repeated segment"] += 1
+            return
+        if not receive.is_open:
+            self._life.take_back(leg, message.slot)
+            return
+        problem = _segment_problem(chunk, message)
+        if problem is not None or chunk is None:
+            self._life.fail(receive, Reason.MISMATCH, problem or "", now)
+            return
+        chunk.has_come[message.segment] = 1
+        chunk.num_missing -= 1
+        self._life.lender.begin_scatter(leg, message.slot)
+        self._num_operations += 1
+        receive.num_scattering += 1
+        self._scatters[self._num_operations] = (receive, message.slot)
+        self._outbox.append(Scatter(self._num_operations, message.slot, chunk.source, message.segment, receive.cancel))
+
+    # ---- ends of operations, time ----
+
+    def scatter_ended(self, operation: int, now: float, busy_s: float, error: str | None) -> None:
+        """A scatter has ended after `busy_s` of work, was skipped because its flag was set, or failed with `error`."""
+        receive, slot = self._scatters.pop(operation)
+        receive.num_scattering -= 1
+        receive.scatter_s += busy_s
+        self._life.lender.give_back(slot)
+        if error is not None:
+            self._life.fail(receive, Reason.SCATTER_FAILED, error, now)
+        self._life.advance(receive, now)
+        self._life.lender.lend()
+
+    def tick(self, now: float) -> None:
+        """Time has passed: deadlines, queries and repeated aborts."""
+        for receive in list(self.receives.values()):
+            if receive.is_open and now >= receive.deadline:
+                self._life.fail(receive, Reason.DEADLINE, "the deadline of the decode side has passed", now)
+            self._life.remind(receive, now)
+
+
+def _segment_problem(chunk: ReceivedChunk | None, message: Segment) -> str | None:
+    if chunk is None or message.segment >= len(chunk.has_come):
+        return f"segment {message.segment} of chunk {message.chunk}: was not announced"
+    if chunk.has_come[message.segment]:
+        return f"segment {message.segment} of chunk {message.chunk}: came twice, in different slots"
+    first_byte, end_byte = chunk.source.plan.segment_range(message.segment)
+    if message.num_bytes != end_byte - first_byte:
+        return (
+            f"segment {message.segment} of chunk {message.chunk}: got {message.num_bytes} bytes, "
+            f"expected {end_byte - first_byte}"
+        )
+    return None

@@ -1,0 +1,87 @@
+"""Landing slots and whose turn it is to write one.
+
+Credits go to legs that hold packed segments, in turn, at most `credits_per_leg` at a time. A slot whose last credit
+may still be used by an unproven write is quarantined; a peer with many of those gets no more credits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvxfer.control.messages import Credits
+from kvxfer.decode.actions import Action, SendToPeer
+from kvxfer.decode.receive import ReceiveLeg
+from kvxfer.slots import SlotState, SlotTable
+
+
+class SlotLender:
+    """Gives credits and takes slots back."""
+
+    def __init__(self, slots: SlotTable, credits_per_leg: int, outbox: list[Action]) -> None:
+        self.slots = slots
+        self._credits_per_leg = credits_per_leg
+        self._outbox = outbox
+        self._turns: deque[ReceiveLeg] = deque()  # legs that want more credits than they got
+
+    @property
+    def quarantine_cap(self) -> int:
+        """Quarantined slots at which a peer gets no more credits."""
+        return max(1, self.slots.num_slots // 4)
+
+    def want(self, leg: ReceiveLeg, num_wanted: int) -> None:
+        """`leg` holds packed segments for `num_wanted` credits over its life."""
+        leg.num_wanted = max(leg.num_wanted, num_wanted)
+        if leg.num_wanted > leg.num_credited and leg not in self._turns:
+            self._turns.append(leg)
+        self.lend()
+
+    def lend(self) -> None:
+        """Credit free slots, one a turn."""
+        given: dict[int, tuple[ReceiveLeg, list[int]]] = {}
+        num_passed = 0
+        while self.slots.num_free and num_passed < len(self._turns):
+            leg = self._turns[0]
+            self._turns.rotate(-1)
+            if not self._may_have(leg):
+                num_passed += 1
+                continue
+            slot = self.slots.take(SlotState.CREDITED)
+            assert slot is not None
+            num_passed = 0
+            leg.credits.add(slot)
+            leg.num_credited += 1
+            given.setdefault(id(leg), (leg, []))[1].append(slot)
+            if leg.num_credited >= leg.num_wanted:
+                self._turns.remove(leg)
+        for leg, slots in given.values():
+            message = Credits(transfer=leg.transfer, generation=leg.generation, slots=tuple(slots))
+            self._outbox.append(SendToPeer(leg.source.incarnation, message))
+
+    def begin_scatter(self, leg: ReceiveLeg, slot: int) -> None:
+        """The leg has filled `slot`."""
+        leg.credits.remove(slot)
+        self.slots.move(slot, SlotState.SCATTERING)
+
+    def give_back(self, slot: int) -> None:
+        """Nothing uses `slot` any more."""
+        self.slots.move(slot, SlotState.FREE)
+
+    def drop_wants(self, leg: ReceiveLeg) -> None:
+        """`leg` gets no more credits; those that it holds stay its own."""
+        if leg in self._turns:
+            self._turns.remove(leg)
+
+    def close(self, leg: ReceiveLeg, unknown_slots: frozenset[int]) -> None:
+        """No write of `leg` is under way any more, but for those to `unknown_slots`."""
+        self.drop_wants(leg)
+        for slot in leg.credits:
+            if slot in unknown_slots:
+                self.slots.quarantine(slot, leg.source.incarnation)
+            else:
+                self.give_back(slot)
+        leg.credits.clear()
+
+    def _may_have(self, leg: ReceiveLeg) -> bool:
+        if len(leg.credits) >= self._credits_per_leg:
+            return False
+        return self.slots.num_quarantined(leg.source.incarnation) < self.quarantine_cap

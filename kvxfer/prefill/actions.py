@@ -1,0 +1,64 @@
+"""What the prefill core asks its agent to do. The core does no I/O itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.control.messages import PrefillToDecode, Segment, TransferEvent
+from kvxfer.operations import CancelFlag, SegmentSource
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Pack a segment's rows into a slot. Ends in `PrefillCore.gather_ended`."""
+
+    operation: int
+    slot: int
+    source: SegmentSource
+    segment: int
+    cancel: CancelFlag
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Source runs of a segment: `src_offsets`, `slot_offsets`, `lengths`, each `[num_runs]` int64 bytes."""
+
+    src_offsets: npt.NDArray[np.int64]
+    slot_offsets: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write a segment into a landing slot of `peer`: packed bytes of `src_slot`, or `runs` straight from the pool.
+
+    When the engine reports it done, the agent sends `notice` to the peer, then tells `PrefillCore.write_ended`.
+    """
+
+    operation: int
+    peer: str
+    notice: Segment
+    cancel: CancelFlag
+    src_slot: int | None
+    runs: Runs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SendToPeer:
+    """Hand a message to the control connection of a decode agent."""
+
+    peer: str
+    message: PrefillToDecode
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Tell the worker. `event.transfer` names the transfer."""
+
+    event: TransferEvent
+
+
+Action = Gather | Write | SendToPeer | Notify

@@ -1,0 +1,272 @@
+"""The prefill side as a sans-I/O state machine: messages, ends of operations and time go in, actions come out.
+
+In the order of a transfer's life: ticket, submit and grant (in any order), chunks planned and moved by the `Sender`,
+finished legs, terminal event; beside it abort, deadline and lost peers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvxfer.control.messages import (
+    AbortLeg,
+    Credits,
+    DecodeToPrefill,
+    Grant,
+    LegStatus,
+    Ping,
+    Query,
+    Quiesced,
+    QuiescedAck,
+    Submit,
+)
+from kvxfer.errors import RefusedError
+from kvxfer.layout import PoolLayout
+from kvxfer.prefill.actions import Action, SendToPeer
+from kvxfer.prefill.leg import Leg, Mode, PeerInfo
+from kvxfer.prefill.lifecycle import Lifecycle
+from kvxfer.prefill.peers import MAX_LEGS_PER_PEER, LegKey, Peer
+from kvxfer.prefill.transfer import Transfer
+from kvxfer.slots import SlotTable
+from kvxfer.transfer import LegState, Reason
+from kvxfer.transports.base import Outcome
+
+RESEND_S = 1.0
+
+
+class PrefillCore:
+    """All transfers of one prefill agent. Every method takes the agent's clock, in seconds, as `now`."""
+
+    def __init__(self, slots: SlotTable, mode: Mode) -> None:
+        self._life = Lifecycle(slots, mode)
+        self.peers: dict[str, Peer] = {}
+        self.refused: Counter[str] = Counter()
+        """Messages that were dropped, by what was wrong with them."""
+
+    @property
+    def transfers(self) -> dict[str, Transfer]:
+        """Transfers that have not ended on both sides yet."""
+        return self._life.transfers
+
+    @property
+    def num_reading_pool(self) -> int:
+        """Operations that may read the worker's pool."""
+        return self._life.sender.num_reading_pool
+
+    def take_actions(self) -> list[Action]:
+        """What to do now, in order."""
+        actions = list(self._life.outbox)
+        self._life.outbox.clear()
+        return actions
+
+    # ---- the worker ----
+
+    def attach_worker(self, layout: PoolLayout) -> None:
+        """A worker has handed its pool over."""
+        self._life.layout = layout
+
+    def worker_lost(self, now: float) -> None:
+        """The worker is gone: its transfers end, and nobody is told but the peers."""
+        for transfer in list(self.transfers.values()):
+            self._life.fail(transfer, Reason.WORKER_LOST, "the prefill worker is gone", now)
+        self._life.layout = None
+
+    def new_ticket(self, transfer: str, deadline_s: float, now: float) -> None:
+        """The worker asked for a ticket; its grants may come from now on."""
+        self.transfers[transfer] = Transfer(transfer, is_known=True, started_at=now, deadline=now + deadline_s)
+
+    def submit(self, message: Submit, now: float) -> None:
+        """A chunk of KV is complete. Raises `RefusedError` or `LayoutError`; nothing has changed then."""
+        if self._life.layout is None:
+            raise RefusedError("submit: no pool is attached; hand one over first")
+        transfer = self.transfers.get(message.transfer)
+        if transfer is not None and (transfer.has_ended or transfer.reason is not None):
+            raise RefusedError(f"submit: transfer {message.transfer} is ending: {transfer.reason}")
+        if transfer is None:
+            if message.transfer in self._life.ended:
+                raise RefusedError(f"submit: transfer {message.transfer} has ended; ask for a new ticket")
+            # A sibling's agent made the ticket: this one learns of the transfer by its first grant or submit.
+            transfer = Transfer(message.transfer, is_known=True, started_at=now, deadline=now + message.deadline_s)
+        chunk = transfer.accept(message, self._life.layout)
+        self.transfers[message.transfer] = transfer
+        transfer.is_known = True
+        transfer.deadline = now + message.deadline_s
+        for leg in list(transfer.legs.values()):
+            if leg.state is LegState.GRANTED:
+                leg.move(LegState.ACTIVE)
+            self._life.plan(transfer, leg, chunk, now)
+        self._life.advance(transfer, now)
+
+    def abort(self, transfer: str, now: float) -> None:
+        """The worker gives the transfer up. Unknown and ended ones are left as they are."""
+        found = self.transfers.get(transfer)
+        if found is not None:
+            self._life.fail(found, Reason.ABORTED_BY_WORKER, "", now)
+
+    # ---- peers ----
+
+    def peer_paired(self, info: PeerInfo) -> None:
+        """A decode agent was paired; its incarnation is new."""
+        self.peers[info.incarnation] = Peer(info)
+        self._life.sender.num_peers = len(self.peers)
+
+    def peer_gone(self, incarnation: str, reason: Reason, now: float) -> None:
+        """A decode agent is lost, or has paired anew: its legs are over."""
+        peer = self.peers.pop(incarnation, None)
+        if peer is None:
+            return
+        self._life.sender.num_peers = len(self.peers)
+        for leg in list(peer.legs.values()):
+            transfer = self.transfers.get(leg.transfer)
+            if transfer is not None and (leg.is_live or not transfer.has_ended):
+                self._life.fail(transfer, reason, f"decode agent {incarnation} is gone", now)
+
+    def receive(self, incarnation: str, message: DecodeToPrefill, now: float) -> None:
+        """A message of a paired decode agent."""
+        peer = self.peers.get(incarnation)
+        if peer is None:
+            self.refused["unpaired"] += 1
+            return
+        match message:
+            case Grant():
+                self._grant(peer, message, now)
+            case Ping():
+                peer.raise_floor(message.floor)
+            case Credits():
+                leg = self._leg(peer, message.transfer, message.generation)
+                if leg is not None and leg.state is LegState.ACTIVE:
+                    leg.credits.extend(message.slots)
+                    self._life.advance(self.transfers[leg.transfer], now)
+            case AbortLeg():
+                self._abort_leg(peer, message, now)
+            case QuiescedAck():
+                leg = self._leg(peer, message.transfer, message.generation)
+                if leg is not None:
+                    leg.quiesced_acked = True
+            case Query():
+                self._answer_query(peer, message)
+            case _:
+                self.refused["unexpected"] += 1
+
+    def _leg(self, peer: Peer, transfer: str, generation: int) -> Leg | None:
+        leg = peer.legs.get((transfer, generation))
+        if leg is None:
+            self.refused["stale"] += 1
+        return leg
+
+    def _grant(self, peer: Peer, grant: Grant, now: float) -> None:
+        peer.raise_floor(grant.floor)
+        key = (grant.transfer, grant.generation)
+        if peer.is_refused(key):
+            self.refused["stale"] += 1
+            return
+        known = peer.legs.get(key)
+        if known is not None:
+            if known.finished is not None:
+                self._life.send(known, known.finished)
+            elif known.state is LegState.QUIET:
+                self._life.send_quiesced(known, now)
+            return
+        leg = Leg(grant.transfer, peer.info, grant, now + grant.remaining_s)
+        refusal = self._refusal(peer, grant)
+        if refusal is not None:
+            peer.legs[key] = leg
+            self._life.stop(leg, *refusal)
+            self._life.quiesce(leg, now)
+            return
+        transfer = self.transfers.get(grant.transfer)
+        if transfer is None:
+            transfer = Transfer(grant.transfer, is_known=False, started_at=now, deadline=leg.deadline)
+            self.transfers[grant.transfer] = transfer
+        peer.legs[key] = leg
+        transfer.legs[peer.info.incarnation] = leg
+        if transfer.chunks:
+            leg.move(LegState.ACTIVE)
+            for chunk in transfer.chunks:
+                self._life.plan(transfer, leg, chunk, now)
+        self._life.advance(transfer, now)
+
+    def _refusal(self, peer: Peer, grant: Grant) -> tuple[Reason, str] | None:
+        """Why a new grant cannot be served, or None."""
+        if self._life.layout is None:
+            return Reason.WORKER_LOST, "the prefill worker is gone"
+        num_groups = len(peer.info.route.groups)
+        if len(grant.wanted) != num_groups or len(grant.have) != num_groups:
+            return Reason.MISMATCH, f"grant: got ranges of {len(grant.wanted)} groups, expected {num_groups}"
+        if len(peer.legs) >= MAX_LEGS_PER_PEER:
+            return Reason.PEER_REFUSED, f"grant: got more than {MAX_LEGS_PER_PEER} live transfers of one decode agent"
+        transfer = self.transfers.get(grant.transfer)
+        if transfer is None:
+            if grant.transfer in self._life.ended:
+                return self._life.ended[grant.transfer] or Reason.STALE, "the transfer has ended"
+            if grant.home:
+                return Reason.UNKNOWN_TRANSFER, f"no ticket {grant.transfer} was made by this run of the agent"
+            return None
+        if transfer.reason is not None:
+            return transfer.reason, transfer.detail
+        if peer.info.incarnation in transfer.legs:
+            return Reason.STALE, "the decode agent has another generation of this transfer open"
+        world = {leg.peer.dst_world for leg in transfer.legs.values()} | {peer.info.dst_world}
+        if len(world) > 1:
+            return Reason.MISMATCH, f"dst_world: got {sorted(world)} from decode agents of one transfer, expected one"
+        return None
+
+    def _abort_leg(self, peer: Peer, message: AbortLeg, now: float) -> None:
+        key: LegKey = (message.transfer, message.generation)
+        leg = peer.legs.get(key)
+        if leg is None:
+            peer.bury(key)
+            quiesced = Quiesced(transfer=message.transfer, generation=message.generation)
+            self._life.outbox.append(SendToPeer(peer.info.incarnation, quiesced))
+            return
+        transfer = self.transfers.get(leg.transfer)
+        if transfer is not None and transfer.reason is None and not transfer.has_ended:
+            self._life.fail(transfer, Reason.ABORTED_BY_PEER, f"decode agent gave up: {message.reason.value}", now)
+        if not leg.is_live:
+            self._life.send_quiesced(leg, now)
+
+    def _answer_query(self, peer: Peer, message: Query) -> None:
+        leg = peer.legs.get((message.transfer, message.generation))
+        status = LegStatus(transfer=message.transfer, generation=message.generation, state="unknown")
+        if leg is not None:
+            status = LegStatus(
+                transfer=message.transfer,
+                generation=message.generation,
+                state=leg.state.value,
+                segments=tuple(leg.written[-4096:]),
+                finished=leg.finished,
+            )
+        self._life.outbox.append(SendToPeer(peer.info.incarnation, status))
+
+    # ---- ends of operations, time ----
+
+    def gather_ended(self, operation: int, now: float, busy_s: float, error: str | None, *, was_begun: bool) -> None:
+        """A gather has ended. `error` says why it failed; `was_begun` is False where its flag was set in time."""
+        legs = self._life.sender.gather_ended(operation, now, busy_s, was_done=was_begun and error is None)
+        transfer = self.transfers[legs[0].transfer]  # a gather serves legs of one transfer
+        if error is not None:
+            self._life.fail(transfer, Reason.GATHER_FAILED, error, now)
+        else:
+            self._life.advance(transfer, now)
+
+    def write_ended(self, operation: int, outcome: Outcome, detail: str, now: float) -> None:
+        """A write has ended, or was never posted (`FAILED`)."""
+        leg = self._life.sender.write_ended(operation, outcome, now)
+        transfer = self.transfers[leg.transfer]
+        if outcome is not Outcome.DONE and leg.state is LegState.ACTIVE:
+            reason = Reason.WRITE_FAILED if outcome is Outcome.FAILED else Reason.WRITE_UNKNOWN
+            self._life.fail(transfer, reason, detail, now)
+        else:
+            self._life.advance(transfer, now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed: deadlines, and answers that were not acknowledged."""
+        for transfer in list(self.transfers.values()):
+            if transfer.reason is None and now >= transfer.deadline:
+                self._life.fail(transfer, Reason.DEADLINE, "the deadline of the prefill side has passed", now)
+            elif transfer.reason is None and any(now >= leg.deadline for leg in transfer.legs.values() if leg.is_live):
+                self._life.fail(transfer, Reason.DEADLINE, "the deadline of the decode side has passed", now)
+        for peer in self.peers.values():
+            for leg in peer.legs.values():
+                if leg.state is LegState.QUIET and not leg.quiesced_acked and now >= leg.quiesced_sent_at + RESEND_S:
+                    self._life.send_quiesced(leg, now)

@@ -1,0 +1,118 @@
+"""One leg on the prefill side: what it owes, what is packed, what is in flight."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvxfer.control.messages import Finished, Grant
+from kvxfer.operations import CancelFlag, SegmentSource
+from kvxfer.routes import Route
+from kvxfer.transfer import LEG_MOVES, LegState
+
+
+class Mode(enum.Enum):
+    """How rows get into landing slots."""
+
+    PACKED = "packed"  # gather into a slot, write the slot
+    RAW = "raw"  # one descriptor a source run, straight from the pool
+    SERIAL = "serial"  # pack a whole chunk, then send it: the yardstick that public systems set
+
+
+@dataclass(frozen=True, slots=True)
+class PeerInfo:
+    """A paired decode agent."""
+
+    incarnation: str
+    route: Route
+    segment_bytes: int
+    dst_world: int
+
+
+@dataclass(slots=True)
+class ChunkWork:
+    """One chunk of one leg. Segments `[0, next_segment)` hold or held a slot, the others wait."""
+
+    chunk: int
+    source: SegmentSource
+    next_segment: int = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return self.source.plan.num_segments - self.next_segment
+
+
+@dataclass(slots=True)
+class Lease:
+    """A sender slot and the legs that send it: several when decode agents hold the same shard.
+
+    `legs` are those whose write has not ended. The slot is freed, or quarantined, when none is left.
+    """
+
+    slot: int
+    legs: list[Leg]
+    unknown_peer: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A segment that waits for a credit. `lease` is None in mode raw: its rows still lie in the pool."""
+
+    work: ChunkWork
+    segment: int
+    lease: Lease | None
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """State of one leg. Counters run over its whole life."""
+
+    transfer: str
+    peer: PeerInfo
+    grant: Grant
+    deadline: float
+    state: LegState = LegState.GRANTED
+    cancel: CancelFlag = field(default_factory=CancelFlag)
+    works: deque[ChunkWork] = field(default_factory=deque)  # with segments that hold no slot yet
+    packed: deque[Packed] = field(default_factory=deque)
+    credits: deque[int] = field(default_factory=deque)
+    written: list[tuple[int, int, int, int]] = field(default_factory=list)  # chunk, segment, landing slot, bytes
+    unknown_slots: list[int] = field(default_factory=list)  # landing slots that a write may still reach
+    finished: Finished | None = None
+    num_chunks: int = 0
+    num_rows: int = 0
+    num_segments: int = 0  # planned
+    num_bytes: int = 0  # planned
+    num_runs: int = 0
+    num_leased: int = 0
+    num_wanted_sent: int = 0
+    num_filling: int = 0
+    num_held: int = 0  # sender slots, or raw segments, between lease and end of write
+    num_emitted: int = 0
+    num_ended: int = 0
+    is_sending: bool = False  # mode serial: the packed segments go out, nothing more is packed
+    quiesced_sent_at: float = 0.0
+    quiesced_acked: bool = False
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.transfer, self.grant.generation
+
+    @property
+    def is_live(self) -> bool:
+        return self.state not in (LegState.FINISHED, LegState.QUIET)
+
+    def move(self, state: LegState) -> None:
+        """Take a step that the table of legal moves allows."""
+        assert state in LEG_MOVES[self.state], f"leg {self.key}: {self.state} -> {state} is no legal move"
+        self.state = state
+
+    def sends_alike(self, other: Leg) -> bool:
+        """Whether both legs put the same rows into the same segments, so that one gather serves both."""
+        return (
+            self.peer.route == other.peer.route
+            and self.peer.segment_bytes == other.peer.segment_bytes
+            and self.grant.wanted == other.grant.wanted
+            and self.grant.have == other.grant.have
+        )

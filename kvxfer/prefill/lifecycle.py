@@ -1,0 +1,192 @@
+"""What becomes of a transfer on the prefill side: chunks planned, legs finished or stopped, events.
+
+A transfer ends well when every leg has finished, otherwise all its legs stop with the first that does. Its terminal
+event waits for gathers that read the worker's pages, never for a peer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+
+from kvxfer.addresses import count_runs, resolve
+from kvxfer.control.messages import Chunk, Finished, LegFailed, PrefillToDecode, Quiesced, TransferEvent
+from kvxfer.errors import LayoutError
+from kvxfer.layout import PoolLayout
+from kvxfer.operations import SegmentSource
+from kvxfer.prefill.actions import Action, Notify, SendToPeer
+from kvxfer.prefill.leg import ChunkWork, Leg, Mode
+from kvxfer.prefill.sender import Sender
+from kvxfer.prefill.transfer import NO_PAGES, SubmittedChunk, Transfer
+from kvxfer.slots import SlotTable
+from kvxfer.transfer import EventKind, LegState, Reason
+from kvxfer.wire import plan_chunk
+
+MAX_ENDED = 4096
+MAX_DETAIL = 1000
+
+
+class Lifecycle:
+    """All transfers that have not been forgotten, and the moves between their states."""
+
+    def __init__(self, slots: SlotTable, mode: Mode) -> None:
+        self.outbox: list[Action] = []
+        self.layout: PoolLayout | None = None
+        self.sender = Sender(slots, mode, self.outbox, self._progress)
+        self.transfers: dict[str, Transfer] = {}
+        self.ended: OrderedDict[str, Reason | None] = OrderedDict()
+        """The newest transfers that were forgotten, and why they ended; None for those that were sent."""
+
+    def _progress(self, leg: Leg, pack_s: float, send_s: float, num_descriptors: int) -> None:
+        transfer = self.transfers[leg.transfer]
+        transfer.pack_s += pack_s
+        transfer.send_s += send_s
+        transfer.num_descriptors += num_descriptors
+
+    def plan(self, transfer: Transfer, leg: Leg, chunk: SubmittedChunk, now: float) -> None:
+        """Plan one chunk of an active leg, announce it, queue its segments."""
+        if leg.state is not LegState.ACTIVE:
+            return
+        assert self.layout is not None
+        began_s = time.perf_counter()
+        route, grant = leg.peer.route, leg.grant
+        tables = tuple(chunk.tables.get(group.name, NO_PAGES) for group in route.groups)
+        ranges = tuple(table.token_range for table in tables)
+        try:
+            plan = plan_chunk(route, ranges, grant.wanted, grant.have, chunk.layers, leg.peer.segment_bytes)
+            addresses = resolve(plan, route, "src", self.layout, tables)
+        except LayoutError as error:
+            self.fail(transfer, Reason.LAYOUT_MISMATCH, str(error), now)
+            return
+        leg.num_chunks += 1
+        leg.num_rows += plan.num_rows
+        leg.num_segments += plan.num_segments
+        leg.num_bytes += plan.num_bytes
+        leg.num_runs += count_runs(plan, addresses)
+        transfer.plan_s += time.perf_counter() - began_s
+        self.send(
+            leg,
+            Chunk(
+                transfer=leg.transfer,
+                generation=grant.generation,
+                chunk=chunk.chunk,
+                ranges=ranges,
+                layers=chunk.layers,
+                num_segments=plan.num_segments,
+                num_bytes=plan.num_bytes,
+            ),
+        )
+        self.sender.add_work(leg, ChunkWork(chunk.chunk, SegmentSource(plan, addresses)))
+
+    def advance(self, transfer: Transfer, now: float) -> None:
+        """Do all that has become possible: operations, finished legs, events."""
+        self.sender.pump(now)
+        for leg in transfer.legs.values():
+            if leg.state is LegState.STOPPING:
+                self.quiesce(leg, now)
+            elif transfer.has_last and transfer.reason is None:
+                self._finish(transfer, leg, now)
+        if not transfer.has_ended:
+            if transfer.reason is not None:
+                self._end_failed(transfer, now)
+            else:
+                self._end_sent(transfer, now)
+        if transfer.has_ended and not any(leg.is_live for leg in transfer.legs.values()):
+            self._forget(transfer)
+
+    def fail(self, transfer: Transfer, reason: Reason, detail: str, now: float) -> None:
+        """End the transfer without success: every live leg stops. Does nothing to one that is ending already."""
+        if transfer.reason is None and not transfer.has_ended:
+            transfer.reason, transfer.detail = reason, detail[:MAX_DETAIL]
+            for leg in transfer.legs.values():
+                if leg.is_live:
+                    self.stop(leg, reason, transfer.detail)
+        self.advance(transfer, now)
+
+    def stop(self, leg: Leg, reason: Reason, detail: str) -> None:
+        """Emit nothing more for `leg` and tell its peer why; `quiesce` follows when it is quiet."""
+        leg.move(LegState.STOPPING)
+        self.sender.stop(leg)
+        self.send(leg, LegFailed(transfer=leg.transfer, generation=leg.grant.generation, reason=reason, detail=detail))
+
+    def quiesce(self, leg: Leg, now: float) -> None:
+        """Declare a stopping leg quiet as soon as all that was emitted has ended."""
+        if leg.num_emitted == leg.num_ended:
+            leg.move(LegState.QUIET)
+            self.send_quiesced(leg, now)
+
+    def send_quiesced(self, leg: Leg, now: float) -> None:
+        """Say, or say again, that nothing of `leg` runs any more."""
+        leg.quiesced_sent_at = now
+        unknown = tuple(leg.unknown_slots)
+        self.send(leg, Quiesced(transfer=leg.transfer, generation=leg.grant.generation, unknown_slots=unknown))
+
+    def send(self, leg: Leg, message: PrefillToDecode) -> None:
+        """To the leg's peer."""
+        self.outbox.append(SendToPeer(leg.peer.incarnation, message))
+
+    def _finish(self, transfer: Transfer, leg: Leg, now: float) -> None:
+        """Finish an active leg whose last segment was written."""
+        if leg.state is not LegState.ACTIVE or leg.works or len(leg.written) < leg.num_segments:
+            return
+        route, grant = leg.peer.route, leg.grant
+        owed = plan_chunk(route, grant.wanted, grant.wanted, grant.have, None, leg.peer.segment_bytes)
+        if owed.num_rows != leg.num_rows:
+            detail = f"submitted {leg.num_rows} rows of the {owed.num_rows} that the decode side asked for"
+            self.fail(transfer, Reason.INCOMPLETE, detail, now)
+            return
+        leg.move(LegState.FINISHED)
+        leg.finished = Finished(
+            transfer=leg.transfer,
+            generation=grant.generation,
+            num_chunks=leg.num_chunks,
+            num_segments=leg.num_segments,
+            num_bytes=leg.num_bytes,
+            aux=transfer.aux,
+        )
+        self.send(leg, leg.finished)
+
+    def _end_sent(self, transfer: Transfer, now: float) -> None:
+        """`source_free` when no row is read any more, `sent` when every leg has finished."""
+        legs = list(transfer.legs.values())
+        if not transfer.has_last or not legs or len(legs) < legs[0].peer.dst_world:
+            return
+        is_raw = self.sender.mode is Mode.RAW
+        reads_on = any(leg.works or leg.num_filling or (is_raw and leg.num_held) for leg in legs)
+        if not reads_on and not transfer.is_source_free:
+            transfer.is_source_free = True
+            self._notify(transfer, EventKind.SOURCE_FREE, now)
+        if all(leg.state is LegState.FINISHED for leg in legs):
+            transfer.has_ended = True
+            self._notify(transfer, EventKind.SENT, now)
+
+    def _end_failed(self, transfer: Transfer, now: float) -> None:
+        if any(leg.num_filling for leg in transfer.legs.values()):
+            return
+        transfer.has_ended = True
+        aborted = transfer.reason is Reason.ABORTED_BY_WORKER
+        self._notify(transfer, EventKind.ABORTED if aborted else EventKind.FAILED, now)
+
+    def _notify(self, transfer: Transfer, kind: EventKind, now: float) -> None:
+        """Tell the worker; nobody where there is none, or where it never knew the transfer."""
+        if not transfer.is_known or self.layout is None:
+            return
+        self.outbox.append(
+            Notify(
+                TransferEvent(
+                    transfer=transfer.transfer,
+                    event=kind,
+                    reason=transfer.reason,
+                    detail=transfer.detail,
+                    stats=transfer.stats(now),
+                )
+            )
+        )
+
+    def _forget(self, transfer: Transfer) -> None:
+        """Legs live on at their peers, to answer again; of the transfer only its end is kept."""
+        if self.transfers.pop(transfer.transfer, None) is None:
+            return
+        self.ended[transfer.transfer] = transfer.reason
+        while len(self.ended) > MAX_ENDED:
+            self.ended.popitem(last=False)

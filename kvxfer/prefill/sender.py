@@ -1,0 +1,273 @@
+"""Slots, credits and turns of the sending side: which segment is packed next, and which packed one may go.
+
+A leg asks for credits only for segments that hold a slot, so a credited landing slot is always written: slots and
+credits cannot wait for each other in a circle. Legs take turns, and none may hold all slots while others wait.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvxfer.addresses import runs
+from kvxfer.control.messages import Segment, Want
+from kvxfer.operations import CancelFlag, SegmentSource
+from kvxfer.prefill.actions import Action, Gather, Runs, SendToPeer, Write
+from kvxfer.prefill.leg import ChunkWork, Lease, Leg, Mode, Packed
+from kvxfer.slots import SlotState, SlotTable
+from kvxfer.transfer import LegState
+from kvxfer.transports.base import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _GatherOp:
+    lease: Lease
+    segment: int
+    legs: tuple[Leg, ...]
+    works: tuple[ChunkWork, ...]  # parallel to `legs`
+
+
+@dataclass(frozen=True, slots=True)
+class _WriteOp:
+    leg: Leg
+    lease: Lease | None
+    notice: Segment
+    num_descriptors: int
+    emitted_at: float
+
+
+class Sender:
+    """Moves the segments of all legs through the sender slots."""
+
+    def __init__(
+        self, slots: SlotTable, mode: Mode, outbox: list[Action], on_progress: Callable[[Leg, float, float, int], None]
+    ) -> None:
+        """`on_progress(leg, pack_s, send_s, num_descriptors)` hears of every operation that ended."""
+        self.slots = slots
+        self.mode = mode
+        self._outbox = outbox
+        self._on_progress = on_progress
+        self._turns: deque[Leg] = deque()  # legs with segments that hold no slot, the next one first
+        self._gathers: dict[int, _GatherOp] = {}
+        self._writes: dict[int, _WriteOp] = {}
+        self._num_operations = 0
+        self._advanced: list[Leg] = []  # legs that leased since their peers were told
+        self._num_held: Counter[str] = Counter()  # slots, or raw segments, by peer
+        self.num_peers = 0
+
+    @property
+    def num_outstanding(self) -> int:
+        """Operations that were emitted and have not ended."""
+        return len(self._gathers) + len(self._writes)
+
+    @property
+    def num_reading_pool(self) -> int:
+        """Operations that may read the worker's pool: gathers, and raw writes."""
+        return len(self._gathers) + sum(1 for op in self._writes.values() if op.lease is None)
+
+    def add_work(self, leg: Leg, work: ChunkWork) -> None:
+        """Queue a chunk of an active leg."""
+        if work.num_waiting == 0:
+            return
+        leg.works.append(work)
+        if leg not in self._turns:
+            self._turns.append(leg)
+
+    def pump(self, now: float) -> None:
+        """Emit every gather and write that slots and credits allow."""
+        for leg in list(self._turns):
+            self.write_packed(leg, now)
+        while (leg_next := self._next_leg()) is not None:
+            if not self._lease(leg_next, now):
+                break
+        self._send_wants()
+
+    def write_packed(self, leg: Leg, now: float) -> None:
+        """Emit a write for every packed segment of `leg` that has a credit."""
+        if self.mode is Mode.SERIAL and not self._may_send(leg):
+            return
+        while leg.packed and leg.credits and leg.state is LegState.ACTIVE:
+            self._write(leg, leg.packed.popleft(), leg.credits.popleft(), now)
+
+    def gather_ended(self, operation: int, now: float, busy_s: float, *, was_done: bool) -> tuple[Leg, ...]:
+        """A gather has ended after `busy_s` of work, or was never begun or failed (`was_done` False). Returns the
+        legs that took part."""
+        op = self._gathers.pop(operation)
+        lease = op.lease
+        if was_done:
+            self.slots.move(lease.slot, SlotState.READY)
+        for leg, work in zip(op.legs, op.works, strict=True):
+            leg.num_ended += 1
+            leg.num_filling -= 1
+            if was_done and leg.state is LegState.ACTIVE:
+                leg.packed.append(Packed(work, op.segment, lease))
+            else:
+                self._give_back(leg, lease)
+        self._on_progress(op.legs[0], busy_s, 0.0, 0)
+        for leg in op.legs:
+            self.write_packed(leg, now)
+        return op.legs
+
+    def write_ended(self, operation: int, outcome: Outcome, now: float) -> Leg:
+        """A write has ended. Returns its leg; the caller judges the outcome."""
+        op = self._writes.pop(operation)
+        leg = op.leg
+        leg.num_ended += 1
+        notice = op.notice
+        if outcome is Outcome.DONE:
+            leg.written.append((notice.chunk, notice.segment, notice.slot, notice.num_bytes))
+        elif outcome is Outcome.UNKNOWN:
+            leg.unknown_slots.append(notice.slot)
+            if op.lease is not None:
+                op.lease.unknown_peer = leg.peer.incarnation
+        self._give_back(leg, op.lease)
+        self._on_progress(leg, 0.0, now - op.emitted_at, op.num_descriptors)
+        return leg
+
+    def stop(self, leg: Leg) -> None:
+        """Nothing of `leg` is emitted any more; what is packed and waits for a credit gives its slot back."""
+        leg.cancel.is_set = True
+        leg.works.clear()
+        if leg in self._turns:
+            self._turns.remove(leg)
+        while leg.packed:
+            self._give_back(leg, leg.packed.popleft().lease)
+        leg.credits.clear()
+
+    def _next_leg(self) -> Leg | None:
+        """The next leg, in turn, that may hold one more slot."""
+        # A peer that gives no credits, or has stopped, must leave slots for the others.
+        quota = self.slots.num_slots if self.num_peers <= 1 else max(1, self.slots.num_slots // 2)
+        for _ in range(len(self._turns)):
+            leg = self._turns[0]
+            self._turns.rotate(-1)
+            if self._num_held[leg.peer.incarnation] >= quota and self.mode is not Mode.SERIAL:
+                continue
+            if not self._is_between_chunks(leg):
+                return leg
+        return None
+
+    def _is_between_chunks(self, leg: Leg) -> bool:
+        """Mode serial packs nothing of a chunk before the one before it has been sent."""
+        if self.mode is not Mode.SERIAL:
+            return False
+        return leg.is_sending or (leg.num_held > 0 and leg.works[0].next_segment == 0)
+
+    def _lease(self, leg: Leg, now: float) -> bool:
+        """Give the leg's next segment a slot and emit its gather. False when no slot is free."""
+        work = leg.works[0]
+        segment = work.next_segment
+        if self.mode is Mode.RAW:
+            self._advance(leg)
+            leg.packed.append(Packed(work, segment, None))
+            self.write_packed(leg, now)
+            return True
+        slot = self.slots.take(SlotState.FILLING)
+        if slot is None:
+            return False
+        legs = [leg, *self._companions(leg, work, segment)]
+        works = tuple(each.works[0] for each in legs)
+        lease = Lease(slot, list(legs))
+        for each in legs:
+            self._advance(each)
+            each.num_filling += 1
+            each.num_emitted += 1
+        self._num_operations += 1
+        self._gathers[self._num_operations] = _GatherOp(lease, segment, tuple(legs), works)
+        # A shared gather goes on when one of its legs stops: the others still need it.
+        cancel = leg.cancel if len(legs) == 1 else CancelFlag()
+        self._outbox.append(Gather(self._num_operations, slot, work.source, segment, cancel))
+        return True
+
+    def _companions(self, leg: Leg, work: ChunkWork, segment: int) -> list[Leg]:
+        """Legs of the same transfer that need the very same segment now: it is gathered once for all of them."""
+        return [
+            other
+            for other in self._turns
+            if other is not leg
+            and other.transfer == leg.transfer
+            and other.works[0].chunk == work.chunk
+            and other.works[0].next_segment == segment
+            and other.sends_alike(leg)
+        ]
+
+    def _advance(self, leg: Leg) -> None:
+        work = leg.works[0]
+        work.next_segment += 1
+        leg.num_leased += 1
+        leg.num_held += 1
+        self._num_held[leg.peer.incarnation] += 1
+        self._advanced.append(leg)
+        if work.num_waiting == 0:
+            leg.works.popleft()
+        if not leg.works:
+            self._turns.remove(leg)
+
+    def _write(self, leg: Leg, packed: Packed, dst_slot: int, now: float) -> None:
+        first_byte, end_byte = packed.work.source.plan.segment_range(packed.segment)
+        notice = Segment(
+            transfer=leg.transfer,
+            generation=leg.grant.generation,
+            chunk=packed.work.chunk,
+            segment=packed.segment,
+            slot=dst_slot,
+            num_bytes=end_byte - first_byte,
+        )
+        lease = packed.lease
+        segment_runs = None if lease is not None else segment_as_runs(packed.work.source, packed.segment)
+        if lease is not None and self.slots.state(lease.slot) is SlotState.READY:
+            self.slots.move(lease.slot, SlotState.IN_FLIGHT)
+        leg.num_emitted += 1
+        self._num_operations += 1
+        num_descriptors = 1 if segment_runs is None else len(segment_runs.lengths)
+        self._writes[self._num_operations] = _WriteOp(leg, lease, notice, num_descriptors, now)
+        src_slot = None if lease is None else lease.slot
+        self._outbox.append(
+            Write(self._num_operations, leg.peer.incarnation, notice, leg.cancel, src_slot, segment_runs)
+        )
+
+    def _give_back(self, leg: Leg, lease: Lease | None) -> None:
+        """`leg` holds the segment no more. Its slot is free, or quarantined, when no other leg holds it."""
+        leg.num_held -= 1
+        self._num_held[leg.peer.incarnation] -= 1
+        if lease is None:
+            return
+        lease.legs.remove(leg)
+        if lease.legs:
+            return
+        if lease.unknown_peer is not None:
+            self.slots.quarantine(lease.slot, lease.unknown_peer)
+        else:
+            self.slots.move(lease.slot, SlotState.FREE)
+
+    def _may_send(self, leg: Leg) -> bool:
+        """Mode serial: a chunk goes out when all of it is packed, or no slot is left to pack more of it."""
+        if not leg.is_sending:
+            has_all = not leg.works or leg.works[0].next_segment == 0
+            leg.is_sending = bool(leg.packed) and leg.num_filling == 0 and (has_all or self.slots.num_free == 0)
+        elif not leg.packed and leg.num_held == 0:
+            leg.is_sending = False
+        return leg.is_sending
+
+    def _send_wants(self) -> None:
+        """Tell each peer how many segments hold a slot since it was told last."""
+        advanced, self._advanced = self._advanced, []
+        for leg in advanced:
+            if leg.num_leased > leg.num_wanted_sent and leg.state is LegState.ACTIVE:
+                leg.num_wanted_sent = leg.num_leased
+                transfer, generation = leg.key
+                want = Want(transfer=transfer, generation=generation, num_leased=leg.num_leased)
+                self._outbox.append(SendToPeer(leg.peer.incarnation, want))
+
+
+def segment_as_runs(source: SegmentSource, segment: int) -> Runs:
+    """All runs of a segment, over its pieces."""
+    parts = [
+        runs(source.addresses[piece.block_idx], piece, source.plan.blocks[piece.block_idx])
+        for piece in source.plan.pieces(segment)
+    ]
+    src_offsets, slot_offsets, lengths = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return Runs(src_offsets, slot_offsets, lengths)

@@ -1,0 +1,137 @@
+"""One transfer on the prefill side: what the worker has submitted, and the legs that it feeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvxfer.addresses import PageTable, check_pages, group_shard
+from kvxfer.control.messages import Submit, TransferStats
+from kvxfer.control.pages import decode_pages
+from kvxfer.coverage import Coverage
+from kvxfer.errors import LayoutError
+from kvxfer.layout import Group, LayerRange, PoolLayout, TokenRange
+from kvxfer.ownership import Int64Array, local_len
+from kvxfer.prefill.leg import Leg
+from kvxfer.transfer import Reason
+
+NO_PAGES = PageTable(TokenRange(0, 0), np.empty(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedChunk:
+    """A chunk as the worker submitted it, checked. Tables are by group name; an absent group has no rows in it."""
+
+    chunk: int
+    tables: dict[str, PageTable]
+    layers: LayerRange | None
+
+
+class TransferPages:
+    """Which page holds which of the transfer's rows, over all its chunks, so that no page is named twice."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, Int64Array] = {}  # by group: page id of each local page, -1 while unknown
+
+    def merged(self, group: Group, first_page: int, pages: Int64Array) -> Int64Array:
+        """The group's table with `pages` from local page `first_page` on. Nothing is kept yet.
+
+        Raises `LayoutError` where a local page would change its id, or an id would serve two local pages.
+        """
+        known = self._ids.get(group.name, np.empty(0, dtype=np.int64))
+        table = np.full(max(known.size, first_page + pages.size), -1, dtype=np.int64)
+        table[: known.size] = known
+        before = table[first_page : first_page + pages.size]
+        changed = np.flatnonzero((before >= 0) & (before != pages))
+        where = f"group {group.name!r}: pages"
+        if changed.size:
+            idx = int(changed[0])
+            raise LayoutError(
+                f"{where}: got page {int(pages[idx])} for local page {first_page + idx}, "
+                f"expected {int(before[idx])}, which an earlier chunk named"
+            )
+        table[first_page : first_page + pages.size] = pages
+        ids = np.sort(table[table >= 0])
+        twice = np.flatnonzero(ids[1:] == ids[:-1])
+        if twice.size:
+            raise LayoutError(f"{where}: got page {int(ids[twice[0]])} twice in one transfer, expected each page once")
+        return table
+
+    def keep(self, name: str, table: Int64Array) -> None:
+        """Keep a table that `merged` returned."""
+        self._ids[name] = table
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A transfer from ticket or first grant to its terminal event."""
+
+    transfer: str
+    is_known: bool  # the worker made its ticket here or has submitted to it
+    started_at: float
+    deadline: float
+    chunks: list[SubmittedChunk] = field(default_factory=list)
+    pages: TransferPages = field(default_factory=TransferPages)
+    coverage: Coverage = field(default_factory=Coverage)
+    legs: dict[str, Leg] = field(default_factory=dict)  # by decode agent
+    has_last: bool = False
+    aux: bytes = b""
+    reason: Reason | None = None
+    detail: str = ""
+    is_source_free: bool = False
+    has_ended: bool = False
+    ended_at: float = 0.0
+    plan_s: float = 0.0
+    pack_s: float = 0.0
+    send_s: float = 0.0
+    num_descriptors: int = 0
+
+    def stats(self, now: float) -> TransferStats:
+        """Sums over the legs."""
+        legs = self.legs.values()
+        return TransferStats(
+            num_rows=sum(leg.num_rows for leg in legs),
+            num_bytes=sum(leg.num_bytes for leg in legs),
+            num_segments=sum(leg.num_segments for leg in legs),
+            num_descriptors=self.num_descriptors,
+            num_runs=sum(leg.num_runs for leg in legs),
+            elapsed_s=now - self.started_at,
+            plan_s=self.plan_s,
+            pack_s=self.pack_s,
+            send_s=self.send_s,
+        )
+
+    def accept(self, submit: Submit, layout: PoolLayout) -> SubmittedChunk:
+        """Check a submit against the pool and what came before, then keep it.
+
+        Raises `LayoutError` and keeps nothing where it does not fit.
+        """
+        if self.has_last:
+            raise LayoutError("submit: got a chunk after the one marked last, expected none")
+        by_name = {group.name: group for group in layout.groups}
+        tables: dict[str, PageTable] = {}
+        merged: dict[str, Int64Array] = {}
+        rectangles = []
+        for entry in submit.groups:
+            group = by_name.get(entry.name)
+            if group is None or entry.name in tables:
+                raise LayoutError(f"groups: got {entry.name!r}, expected each of {sorted(by_name)} at most once")
+            pages = decode_pages(entry.pages)
+            check_pages(group, layout.shard, entry.tokens, pages)
+            first_row = local_len(group_shard(group, layout.shard), entry.tokens.first)
+            merged[entry.name] = self.pages.merged(group, first_row // group.page_tokens, pages)
+            tables[entry.name] = PageTable(entry.tokens, pages)
+            rectangles.append((layout.groups.index(group), _chunk_layers(group, submit.layers), entry.tokens))
+        self.coverage.add(rectangles)
+        for name, table in merged.items():
+            self.pages.keep(name, table)
+        chunk = SubmittedChunk(len(self.chunks), tables, submit.layers)
+        self.chunks.append(chunk)
+        self.has_last = submit.last
+        self.aux = submit.aux or self.aux
+        return chunk
+
+
+def _chunk_layers(group: Group, layers: LayerRange | None) -> LayerRange:
+    return group.layers if layers is None else group.layers.intersect(layers)

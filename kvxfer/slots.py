@@ -1,0 +1,109 @@
+"""Slots: registered memory of an agent, cut into equal parts, and the one state that each part is in.
+
+Pure bookkeeping, used by both sides. The memory belongs to the agent; a slot's index is its place in it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, deque
+from collections.abc import Mapping
+
+from kvxfer.errors import ContractError
+
+
+class SlotState(enum.Enum):
+    """What a slot is used for right now."""
+
+    FREE = "free"
+    # the sending side
+    FILLING = "filling"  # leased; its gather was emitted and has not ended
+    READY = "ready"  # holds packed rows, waits for credits
+    IN_FLIGHT = "in_flight"  # at least one write reads it
+    # the landing side
+    CREDITED = "credited"  # a peer may write it
+    SCATTERING = "scattering"  # filled; its scatter was emitted and has not ended
+    # both
+    QUARANTINED = "quarantined"  # a write with an unknown end may still use it
+
+
+SENDER_MOVES: Mapping[SlotState, frozenset[SlotState]] = {
+    SlotState.FREE: frozenset({SlotState.FILLING}),
+    SlotState.FILLING: frozenset({SlotState.READY, SlotState.FREE}),
+    SlotState.READY: frozenset({SlotState.IN_FLIGHT, SlotState.FREE}),
+    SlotState.IN_FLIGHT: frozenset({SlotState.FREE, SlotState.QUARANTINED}),
+    SlotState.QUARANTINED: frozenset({SlotState.FREE}),
+}
+LANDING_MOVES: Mapping[SlotState, frozenset[SlotState]] = {
+    SlotState.FREE: frozenset({SlotState.CREDITED}),
+    SlotState.CREDITED: frozenset({SlotState.SCATTERING, SlotState.FREE, SlotState.QUARANTINED}),
+    SlotState.SCATTERING: frozenset({SlotState.FREE}),
+    SlotState.QUARANTINED: frozenset({SlotState.FREE}),
+}
+
+
+class SlotTable:
+    """The state of every slot, and who a quarantined one waits for.
+
+    A move that the table does not allow is a bug of ours and raises `AssertionError`.
+    """
+
+    def __init__(self, num_slots: int, moves: Mapping[SlotState, frozenset[SlotState]]) -> None:
+        if num_slots < 1:
+            raise ContractError(f"num_slots: got {num_slots}, expected at least 1")
+        self.num_slots = num_slots
+        self._moves = moves
+        self._states = [SlotState.FREE] * num_slots
+        self._free = deque(range(num_slots))
+        self._counts = Counter({SlotState.FREE: num_slots})
+        self._quarantine: dict[int, str] = {}
+
+    def state(self, slot: int) -> SlotState:
+        """The state of `slot`."""
+        return self._states[slot]
+
+    def count(self, state: SlotState) -> int:
+        """How many slots are in `state`."""
+        return self._counts[state]
+
+    @property
+    def num_free(self) -> int:
+        return self._counts[SlotState.FREE]
+
+    def take(self, state: SlotState) -> int | None:
+        """Move the slot that has been free for longest to `state`; None when none is free."""
+        if not self._free:
+            return None
+        slot = self._free.popleft()
+        self._set(slot, state)
+        return slot
+
+    def move(self, slot: int, state: SlotState) -> None:
+        """Move `slot` on."""
+        self._set(slot, state)
+        if state is SlotState.FREE:
+            self._free.append(slot)
+
+    def quarantine(self, slot: int, peer: str) -> None:
+        """Set `slot` aside: a write that `peer` takes part in has an unknown end."""
+        self._set(slot, SlotState.QUARANTINED)
+        self._quarantine[slot] = peer
+
+    def num_quarantined(self, peer: str) -> int:
+        """How many slots wait for `peer`."""
+        return sum(1 for owner in self._quarantine.values() if owner == peer)
+
+    def release_quarantine(self) -> int:
+        """Free every quarantined slot: no engine object is left that could still use one. Returns how many."""
+        slots = list(self._quarantine)
+        self._quarantine.clear()
+        for slot in slots:
+            self.move(slot, SlotState.FREE)
+        return len(slots)
+
+    def _set(self, slot: int, state: SlotState) -> None:
+        old = self._states[slot]
+        assert state in self._moves[old], f"slot {slot}: {old} -> {state} is no legal move"
+        self._states[slot] = state
+        self._counts[old] -= 1
+        self._counts[state] += 1
