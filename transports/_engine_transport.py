@@ -12,7 +12,7 @@ from kvxfer.errors import PeerLostError, ProtocolError, RegistrationError
 from kvxfer.transports._completions import CompletionQueue
 from kvxfer.transports._engine_thread import EngineError, EngineThread, PostingEngine
 from kvxfer.transports._metadata import Metadata, PublishedRegion, decode_metadata, encode_metadata
-from kvxfer.transports._regions import RemoteRegion, checked_entries
+from kvxfer.transports._regions import RemoteRegion, check_new_region, checked_entries
 from kvxfer.transports.base import Completion, Counters, Limits, Region, RegionDescriptor, WriteBatch
 
 # Writes that move at all end within this time, so that a rotation takes only stuck ones with it.
@@ -78,8 +78,7 @@ class EngineTransport:
         raise NotImplementedError
 
     def register(self, region: Region) -> RegionDescriptor:
-        if region.kind not in self.limits.memory_kinds:
-            raise RegistrationError(f"got {region.kind.value} memory, expected host memory")
+        check_new_region(region, self._regions.values(), self.limits)
         self._register(self._engine, region)
         region_id = next(self._ids)
         self._regions[region_id] = region

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.errors import BoundsError, ContractError
-from kvxfer.transports.base import Region, RegionDescriptor, WriteBatch
+from kvxfer.errors import BoundsError, ContractError, RegistrationError
+from kvxfer.transports.base import Limits, Region, RegionDescriptor, WriteBatch
 
 _Bytes = npt.NDArray[np.uint64]
 
@@ -40,6 +40,21 @@ class Entries:
     @property
     def num_bytes(self) -> int:
         return int(self.lengths.sum())
+
+
+def check_new_region(region: Region, known: Iterable[Region], limits: Limits) -> None:
+    """Raise `RegistrationError` unless `region` is memory of a kind in `limits` that overlaps no `known` region."""
+    if region.kind not in limits.memory_kinds:
+        kinds = ", ".join(sorted(kind.value for kind in limits.memory_kinds))
+        raise RegistrationError(f"got {region.kind.value} memory, expected one of: {kinds}")
+    if region.num_bytes < 1 or region.address < 1 or region.address + region.num_bytes > 1 << 63:
+        raise RegistrationError(f"got {region.num_bytes} bytes at {region.address:#x}, expected a range of user memory")
+    for other in known:
+        if region.address < other.address + other.num_bytes and other.address < region.address + region.num_bytes:
+            raise RegistrationError(
+                f"got {region.num_bytes} bytes at {region.address:#x}, which overlap the registered "
+                f"{other.num_bytes} at {other.address:#x}; expected memory that is not registered yet"
+            )
 
 
 def checked_entries(batch: WriteBatch, local: Iterable[Region], remote: dict[int, RemoteRegion]) -> Entries:

@@ -24,7 +24,7 @@ from kvxfer.errors import PeerLostError, RegistrationError
 from kvxfer.transports._completions import CompletionQueue
 from kvxfer.transports._loopback_peer import LoopbackPeer
 from kvxfer.transports._metadata import Metadata, PublishedRegion, decode_metadata, encode_metadata
-from kvxfer.transports._regions import Entries, checked_entries
+from kvxfer.transports._regions import Entries, check_new_region, checked_entries
 from kvxfer.transports.base import (
     Completion,
     Counters,
@@ -121,8 +121,7 @@ class LoopbackTransport:
         self._thread.start()
 
     def register(self, region: Region) -> RegionDescriptor:
-        if region.kind not in self.limits.memory_kinds:
-            raise RegistrationError(f"got {region.kind.value} memory, expected host memory")
+        check_new_region(region, self._regions.values(), self.limits)
         if region.fd is not None and os.fstat(region.fd).st_size != region.num_bytes:
             raise RegistrationError(
                 f"got a region of {region.num_bytes} bytes whose descriptor {region.fd} holds "

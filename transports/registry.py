@@ -12,12 +12,14 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from kvxfer.errors import ConfigError
+from kvxfer.transports._mooncake_engine import MooncakeOptions
 from kvxfer.transports._nixl_engine import NixlOptions
 from kvxfer.transports.base import Transport
 from kvxfer.transports.loopback import LoopbackOptions, LoopbackTransport
+from kvxfer.transports.mooncake import MooncakeTransport
 from kvxfer.transports.nixl import NixlTransport
 
-TRANSPORT_NAMES = ("loopback", "nixl")
+TRANSPORT_NAMES = ("loopback", "nixl", "mooncake")
 _Options = TypeVar("_Options")
 
 
@@ -30,13 +32,16 @@ def create_transport(
     none, `EngineMissingError` where the engine is not installed.
     """
     options = options or {}
+    address = _address(host)
     if name == "loopback":
         return LoopbackTransport(_parse(options, LoopbackOptions, name))
     if name == "nixl":
         parsed = _parse(options, NixlOptions, name)
-        if not parsed.interface and _address(host).is_loopback:
+        if not parsed.interface and address.is_loopback:
             parsed = NixlOptions(interface="lo")
         return NixlTransport(incarnation, parsed)
+    if name == "mooncake":
+        return MooncakeTransport(incarnation, str(address), _parse(options, MooncakeOptions, name))
     raise ConfigError(f"transport: got {name!r}, expected one of {', '.join(TRANSPORT_NAMES)}")
 
 
