@@ -1,0 +1,96 @@
+"""An agent that only talks: takes a pool, then answers a worker's requests as a test tells it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvxfer.control.channel import Selector, WorkerListener
+from kvxfer.control.codec import decode, encode
+from kvxfer.control.handoff_listener import HandoffListener, LostPool, ReceivedPool
+from kvxfer.control.ids import new_id
+from kvxfer.control.messages import Attached, AttachWorker, Message, NewTicket, Ok, Source, Ticket, TicketMade
+
+Answer = Callable[[Message], list[Message]]
+"""What to send for a request; the first message of the list is the reply."""
+
+
+class FakeAgent:
+    """Runs on a thread until the block ends. `requests` are all it was asked, oldest first."""
+
+    def __init__(self, socket_dir: Path, answer: Answer, *, is_prefill: bool = True) -> None:
+        self.incarnation = new_id()
+        self.requests: list[Message] = []
+        self.lost_pools: list[str] = []
+        self._answer = answer
+        self._source = Source(endpoint="tcp://127.0.0.1:1", incarnation=self.incarnation) if is_prefill else None
+        self._workers = WorkerListener(socket_dir)
+        self._handoffs = HandoffListener(socket_dir)
+        self._wake = os.eventfd(0)
+        self._stopping = False
+        self._pools: list[ReceivedPool] = []
+        self._worker = b""
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.die()
+
+    def die(self) -> None:
+        """Stop and hang up. Calling it again does nothing."""
+        if self._stopping:
+            return
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._handoffs.close()
+        self._workers.close()
+        for pool in self._pools:
+            pool.memory.close()
+        os.close(self._wake)
+
+    def say(self, *messages: Message) -> None:
+        """Send to the worker that spoke last. For the agent's thread and for tests that know it idle."""
+        for message in messages:
+            assert self._workers.send(self._worker, encode(message))
+
+    def _run(self) -> None:
+        selector = Selector([self._workers, self._handoffs, self._wake])
+        while not self._stopping:
+            selector.wait(1.0)
+            for event in self._handoffs.poll(time.monotonic()):
+                if isinstance(event, ReceivedPool):
+                    self._pools.append(event)
+                elif isinstance(event, LostPool):
+                    self.lost_pools.append(event.pool)
+            while (received := self._workers.receive()) is not None:
+                self._worker, frame = received
+                self._serve(*decode(frame))
+
+    def _serve(self, message: Message, request_id: int) -> None:
+        self.requests.append(message)
+        if isinstance(message, AttachWorker):
+            assert message.pool in [pool.pool for pool in self._pools]
+            answers: list[Message] = [Attached(incarnation=self.incarnation, source=self._source)]
+        else:
+            answers = self._answer(message)
+        for index, answer in enumerate(answers):
+            assert self._workers.send(self._worker, encode(answer, request_id if index == 0 else 0))
+
+
+def accept_all(message: Message) -> list[Message]:
+    """Accepts whatever it is asked."""
+    if isinstance(message, NewTicket):
+        source = Source(endpoint="tcp://127.0.0.1:1", incarnation="a" * 32)
+        return [TicketMade(ticket=Ticket(transfer=new_id(), sources=(source, *message.sources)))]
+    return [Ok()]
