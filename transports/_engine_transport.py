@@ -21,6 +21,11 @@ _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 _logger = logging.getLogger(__name__)
 
 
+def host_id() -> str:
+    """Names the running system that this process lives on."""
+    return _BOOT_ID.read_text().strip()
+
+
 class UnreachablePeerError(EngineError):
     """The engine understood a peer's metadata but could not reach it."""
 
@@ -110,7 +115,7 @@ class EngineTransport:
                 endpoint=self._engine.endpoint,
                 regions=regions,
                 pid=os.getpid(),
-                host=_BOOT_ID.read_text().strip(),
+                host=host_id(),
                 engine=self._engine.metadata(),
             )
         )

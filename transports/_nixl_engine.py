@@ -7,6 +7,7 @@ which costs a whole core for as long as the process lives; and `import nixl` imp
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import logging
@@ -22,9 +23,10 @@ import numpy as np
 
 from kvxfer.errors import EngineMissingError
 from kvxfer.transports._engine_thread import EngineError
-from kvxfer.transports._engine_transport import UnreachablePeerError
+from kvxfer.transports._engine_transport import UnreachablePeerError, host_id
 from kvxfer.transports._metadata import Metadata
 from kvxfer.transports._regions import Entries
+from kvxfer.transports._ucx_log import UcxLog
 from kvxfer.transports.base import Outcome, Region
 
 _PROGRESS_INTERVAL_US = 1000
@@ -38,6 +40,12 @@ class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`interface`: network device that UCX is confined to (`UCX_NET_DEVICES`); empty leaves the choice to UCX."""
 
     interface: str = ""
+
+
+@functools.cache
+def ucx_log() -> UcxLog:
+    """The log of the one UCX in this process."""
+    return UcxLog()
 
 
 def has_rdma_device() -> bool:
@@ -59,7 +67,8 @@ def load_bindings(options: NixlOptions) -> ModuleType:
         if importlib.util.find_spec(wheel) is None:
             continue
         try:
-            return importlib.import_module(f"{wheel}._bindings")
+            with ucx_log().environment():
+                return importlib.import_module(f"{wheel}._bindings")
         except ImportError as error:
             raise EngineMissingError(f"NIXL ({wheel}) is installed but does not load: {error}") from error
     raise EngineMissingError(
@@ -91,7 +100,8 @@ class NixlEngine:
         config.pthrDelay = _PROGRESS_INTERVAL_US
         config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
         self._agent: Any = bindings.nixlAgent(endpoint, config)
-        self._backend = self._agent.createBackend("UCX", {})
+        with ucx_log().environment():
+            self._backend = self._agent.createBackend("UCX", {})
         self._peers: dict[str, Metadata] = {}
         self._errors = (
             bindings.nixlBackendError,
@@ -142,8 +152,13 @@ class NixlEngine:
     def is_stale_for(self, metadata: Metadata) -> bool:  # noqa: ARG002 - a restarted peer has another endpoint
         return False
 
-    def path(self, peer: str) -> str:  # noqa: ARG002
-        return "unknown"
+    def path(self, peer: str) -> str:
+        metadata = self._peers.get(peer)
+        if metadata is None:
+            return "unknown"
+        if metadata.host != host_id():
+            return ucx_log().write_path("inter-node")
+        return ucx_log().write_path("self" if metadata.pid == os.getpid() else "intra-node")
 
     def drop_peer(self, peer: str) -> None:
         metadata = self._peers.pop(peer, None)
@@ -207,3 +222,4 @@ class NixlEngine:
     def destroy(self) -> None:
         """End everything the object does. This, and nothing less, stops writes that were posted."""
         self._agent = None
+        ucx_log().read_new()
