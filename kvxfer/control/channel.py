@@ -92,7 +92,9 @@ class Channel:
             self._socket.router_mandatory = 1
 
     def receive(self) -> tuple[bytes, bytes] | None:
-        """The next (sender, frame), or None where there is none now. Never blocks."""
+        """The next (sender, frame), or None where there is none now or the channel is closed. Never blocks."""
+        if self._closed:
+            return None
         for _ in range(_MAX_DROPS_PER_CALL):
             try:
                 parts = [self._socket.recv(zmq.DONTWAIT)]

@@ -181,8 +181,8 @@ class TransferEvent(MessageBase, frozen=True, kw_only=True):
 class Hello(MessageBase, frozen=True, kw_only=True):
     """Decode to prefill: who I am, how my pool lies, where you may write.
 
-    `dst_rank` of `dst_world` numbers the agents of this decode group. `probe_slot` is a landing slot lent for the
-    path measurement until `Welcome` or `Refused` comes.
+    `dst_rank` of `dst_world` numbers the agents of this decode group. The landing slots lie at the start of the region,
+    one behind the other. The `probe_bytes` from `probe_offset_bytes` on are written by path measurements alone.
     """
 
     version: Counter = PROTOCOL_VERSION
@@ -197,7 +197,9 @@ class Hello(MessageBase, frozen=True, kw_only=True):
     region_id: Counter
     region_bytes: Counter
     slot_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
-    probe_slot: _SlotIndex
+    num_slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    probe_offset_bytes: Counter
+    probe_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
 
 
 class PathFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

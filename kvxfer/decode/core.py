@@ -27,7 +27,7 @@ from kvxfer.decode.receive import NO_PAGES, Receive, ReceivedChunk, ReceiveLeg, 
 from kvxfer.errors import LayoutError, RefusedError
 from kvxfer.layout import PoolLayout
 from kvxfer.operations import SegmentSource
-from kvxfer.slots import SlotState, SlotTable
+from kvxfer.slots import SlotTable
 from kvxfer.transfer import Reason
 from kvxfer.wire import plan_chunk
 
@@ -40,7 +40,6 @@ class DecodeCore:
     def __init__(self, slots: SlotTable, credits_per_leg: int) -> None:
         self._outbox: list[Action] = []
         self._life = Lifecycle(slots, credits_per_leg, self._outbox)
-        self._slots = slots
         self.sources: dict[str, SourceInfo] = {}
         self.layout: PoolLayout | None = None
         self.refused: Counter[str] = Counter()
@@ -79,9 +78,13 @@ class DecodeCore:
     def worker_lost(self, now: float) -> None:
         """The worker is gone: its transfers end, and nobody is told but the peers."""
         self._life.has_worker = False
-        for receive in list(self.receives.values()):
-            self._life.fail(receive, Reason.WORKER_LOST, "the decode worker is gone", now)
+        self.fail_all(Reason.WORKER_LOST, "the decode worker is gone", now)
         self.layout = None
+
+    def fail_all(self, reason: Reason, detail: str, now: float) -> None:
+        """End every open transfer without success."""
+        for receive in list(self.receives.values()):
+            self._life.fail(receive, reason, detail, now)
 
     def open(self, message: Open, now: float) -> None:
         """Receive a transfer. Raises `RefusedError` or `LayoutError`; nothing has changed then."""
@@ -105,18 +108,6 @@ class DecodeCore:
             self._life.fail(receive, Reason.ABORTED_BY_WORKER, "", now)
 
     # ---- peers ----
-
-    def take_probe_slot(self) -> int | None:
-        """A landing slot to lend for a path measurement; None when none is free."""
-        return self._slots.take(SlotState.CREDITED)
-
-    def return_probe_slot(self, slot: int, unproven_peer: str | None) -> None:
-        """The measurement has ended; with `unproven_peer` set, it may still write."""
-        if unproven_peer is None:
-            self._slots.move(slot, SlotState.FREE)
-        else:
-            self._slots.quarantine(slot, unproven_peer)
-        self._life.lender.lend()
 
     def peer_paired(self, info: SourceInfo, now: float) -> None:
         """A prefill agent was paired."""

@@ -74,10 +74,11 @@ class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
 class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One decode agent: number `dst_rank` of the `dst_world` agents of its decode group.
 
-    `credits_per_leg` is how many landing slots one leg may hold at a time. The rest as in `PrefillConfig`.
+    `listen_host` is the address at which its engine is reached; the agent itself listens nowhere. `credits_per_leg` is how many landing slots one leg may hold at a time. The rest as in `PrefillConfig`.
     """
 
     socket_dir: _Filled
+    listen_host: _Filled = "127.0.0.1"
     dst_rank: Annotated[int, msgspec.Meta(ge=0, lt=4096)] = 0
     dst_world: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     transport: TransportConfig = TransportConfig()

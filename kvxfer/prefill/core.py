@@ -67,9 +67,13 @@ class PrefillCore:
 
     def worker_lost(self, now: float) -> None:
         """The worker is gone: its transfers end, and nobody is told but the peers."""
-        for transfer in list(self.transfers.values()):
-            self._life.fail(transfer, Reason.WORKER_LOST, "the prefill worker is gone", now)
+        self.fail_all(Reason.WORKER_LOST, "the prefill worker is gone", now)
         self._life.layout = None
+
+    def fail_all(self, reason: Reason, detail: str, now: float) -> None:
+        """End every transfer without success."""
+        for transfer in list(self.transfers.values()):
+            self._life.fail(transfer, reason, detail, now)
 
     def new_ticket(self, transfer: str, deadline_s: float, now: float) -> None:
         """The worker asked for a ticket; its grants may come from now on."""

@@ -1,0 +1,63 @@
+"""Pairing, decode side: one connection to each prefill agent, from hello to goodbye."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvxfer.control.channel import REMOTE, Connection
+from kvxfer.control.codec import encode
+from kvxfer.control.messages import DecodeToPrefill, Hello, Source, Welcome
+from kvxfer.decode.receive import SourceInfo
+from kvxfer.errors import PairingError, RefusedError
+from kvxfer.routes import match_layouts
+from kvxfer.transfer import Reason
+
+HELLO_AGAIN_S = 0.2
+
+
+@dataclass(slots=True)
+class PrefillPeer:
+    """A prefill agent that this agent talks to. `hello` is what it was told; `is_paired` once it has agreed."""
+
+    source: Source
+    connection: Connection
+    hello: Hello
+    began_at: float
+    heard_at: float
+    hello_at: float | None = None  # when to say hello (again)
+    pinged_at: float = 0.0
+    is_paired: bool = False
+
+    def send(self, message: DecodeToPrefill) -> bool:
+        """False where the peer does not take it: it is as good as lost."""
+        return self.connection.send(REMOTE, encode(message))
+
+    def say_hello(self, now: float) -> None:
+        """Say hello if it is time to."""
+        if self.hello_at is not None and now >= self.hello_at:
+            self.hello_at = None
+            self.send(self.hello)
+
+    def welcomed(self, welcome: Welcome) -> SourceInfo:
+        """The prefill agent agreed: check that it is the one the ticket named and that this side agrees as well.
+
+        Raises `RefusedError`.
+        """
+        if welcome.incarnation != self.source.incarnation:
+            raise RefusedError(
+                f"got {welcome.incarnation}, expected {self.source.incarnation} as the ticket says",
+                Reason.STALE,
+                "incarnation",
+            )
+        hello = self.hello
+        try:
+            route = match_layouts(welcome.layout, hello.layout, hello.dst_rank, hello.dst_world)
+        except PairingError as error:
+            raise RefusedError(str(error), Reason.LAYOUT_MISMATCH, "layout") from error
+        if welcome.segment_bytes > hello.slot_bytes:
+            raise RefusedError(
+                f"got {welcome.segment_bytes}, expected at most the {hello.slot_bytes} bytes of a landing slot",
+                Reason.PEER_REFUSED,
+                "segment_bytes",
+            )
+        return SourceInfo(welcome.incarnation, route, welcome.segment_bytes)

@@ -1,0 +1,271 @@
+"""What both agents share: the loop, the worker's connection and pool, the slots and their engine.
+
+One thread runs the loop. It drains every queue first, then judges the clock, then performs what the core asked for;
+it waits for nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Protocol
+
+import numpy as np
+
+from kvxfer.control.channel import Channel, HasFileno, Selector, WorkerListener
+from kvxfer.control.codec import decode, encode
+from kvxfer.control.handoff_listener import HandoffListener, LostPool, ReceivedPool, RefusedHandoff
+from kvxfer.control.ids import new_id
+from kvxfer.control.messages import AttachWorker, Message, Refused, TransferEvent, WorkerReply
+from kvxfer.errors import KvxferError, RefusedError
+from kvxfer.layout import PoolLayout
+from kvxfer.memory import HostMemory
+from kvxfer.ops.config import SlotConfig, TransportConfig
+from kvxfer.row_mover import MoveSegment, RowMover
+from kvxfer.rows_host import ByteArray
+from kvxfer.transports.base import Region
+from kvxfer.transports.registry import create_transport
+
+TICK_S = 0.1
+PROBE_BYTES = 1 << 20
+MAX_MESSAGES_PER_TURN = 512
+
+
+class Agent(Protocol):
+    """What a side adds to the loop."""
+
+    def worker_attached(self, layout: PoolLayout, now: float) -> WorkerReply:
+        """The worker's connection and pool are known: the answer to it."""
+        ...
+
+    def worker_lost(self, now: float) -> None: ...
+
+    def worker_request(self, message: Message, now: float) -> WorkerReply:
+        """Serve a request. Raises `KvxferError`; nothing has changed then."""
+        ...
+
+    def is_pool_quiet(self) -> bool:
+        """Whether no operation touches the worker's pool."""
+        ...
+
+    def tick(self, now: float) -> None: ...
+
+    def perform(self, now: float) -> None:
+        """Perform every action of the core, and those that follow from them."""
+        ...
+
+
+class Slots:
+    """An agent's slots in one registered memory, and a probe area behind them."""
+
+    def __init__(self, config: SlotConfig) -> None:
+        self.num_slots = config.num_slots
+        self.slot_bytes = config.slot_bytes
+        self.probe_offset_bytes = config.num_slots * config.slot_bytes
+        self.memory = HostMemory.create(self.probe_offset_bytes + PROBE_BYTES, "kvxfer-slots")
+        self.memory.array[:: os.sysconf("SC_PAGESIZE")] = 0  # back it now: a first touch in a transfer costs more
+        self.region = Region(self.memory.address, self.memory.num_bytes, self.memory.fd)
+
+    def view(self, slot: int) -> ByteArray:
+        """`[slot_bytes]` uint8 of one slot."""
+        return self.memory.array[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def address(self, slot: int) -> int:
+        """Virtual address of a slot's first byte."""
+        return self.memory.address + slot * self.slot_bytes
+
+
+class Sidecar:
+    """The parts of an agent. `run()` serves until `stop()`; `close()` gives everything back."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        *,
+        role: str,
+        socket_dir: str,
+        host: str,
+        transport: TransportConfig,
+        slots: SlotConfig,
+        move: MoveSegment,
+        num_threads: int,
+    ) -> None:
+        self.incarnation = new_id()
+        self.log = logging.getLogger(f"kvxfer.{role}")
+        self.pool: ReceivedPool | None = None
+        self._agent = agent
+        self._worker: bytes | None = None
+        self._next_pool: ReceivedPool | None = None
+        self._lost_pool: ReceivedPool | None = None
+        self._waiting_worker: tuple[bytes, AttachWorker, int] | None = None  # of the next pool
+        self._stopping = False
+        self._handlers: dict[int, Callable[[float], None]] = {}
+        self._selector = Selector()
+        with ExitStack() as stack:
+            self._workers = WorkerListener(socket_dir)
+            stack.callback(self._workers.close)
+            self._handoffs = HandoffListener(socket_dir)
+            stack.callback(self._handoffs.close)
+            self.slots = Slots(slots)
+            stack.callback(self.slots.memory.close)
+            options = dict(transport.options)
+            if transport.interface:
+                options["interface"] = transport.interface
+            self.transport = create_transport(transport.name, incarnation=self.incarnation, host=host, options=options)
+            stack.callback(self.transport.close)
+            self.region = self.transport.register(self.slots.region)
+            self.mover = RowMover(move, num_threads, f"kvxfer-{role}")
+            stack.callback(self.mover.close)
+            self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            stack.callback(os.close, self._stop_fd)
+            self._stack = stack.pop_all()
+        self.watch(self._workers, self._receive_from_workers)
+        self.watch(self._handoffs, self._poll_handoffs)
+        self._selector.add(self._stop_fd)
+
+    # ---- the loop ----
+
+    def watch(self, item: Channel | HasFileno, handler: Callable[[float], None]) -> None:
+        """Call `handler(now)` whenever `item` is readable."""
+        self._handlers[id(item)] = handler
+        self._selector.add(item)
+
+    def unwatch(self, item: Channel | HasFileno) -> None:
+        """Look at `item` no longer; call it before `item` is closed."""
+        if self._handlers.pop(id(item), None) is not None:
+            self._selector.remove(item)
+
+    def run(self) -> None:
+        """Serve until `stop()` is called, from a signal handler or another thread."""
+        tick_at = 0.0
+        while not self._stopping:
+            ready = self._selector.wait(TICK_S)
+            now = time.monotonic()
+            for item in ready:
+                handler = self._handlers.get(id(item))
+                if handler is not None:
+                    handler(now)
+            if now >= tick_at:
+                tick_at = now + TICK_S
+                self._poll_handoffs(now)
+                self._agent.tick(now)
+            self._agent.perform(now)
+            self._swap_pools()
+
+    def stop(self) -> None:
+        """End `run()` soon."""
+        self._stopping = True
+        os.eventfd_write(self._stop_fd, 1)
+
+    def close(self) -> None:
+        """Give back sockets, engine, threads and memory, in this order. Calling it again does nothing."""
+        self._handlers.clear()
+        self._stack.close()
+        for pool in (self.pool, self._next_pool, self._lost_pool):
+            if pool is not None:
+                pool.memory.close()
+
+    def drain(self, channel: Channel, handle: Callable[[bytes, Message, int], None]) -> None:
+        """Handle what `channel` holds, up to a bound, each message for itself: a bad one is logged and dropped."""
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            received = channel.receive()
+            if received is None:
+                return
+            sender, frame = received
+            try:
+                message, request_id = decode(frame)
+                handle(sender, message, request_id)
+            except KvxferError as error:
+                self.log.warning("dropped a message from %s: %s", sender.hex()[:32] or "the peer", error)
+
+    # ---- the worker ----
+
+    def notify(self, event: TransferEvent) -> None:
+        """Send an event to the worker, where there is one."""
+        if self._worker is not None and not self._workers.send(self._worker, encode(event)):
+            self.log.warning("transfer %s: the worker does not take its %s", event.transfer, event.event.value)
+
+    def _receive_from_workers(self, now: float) -> None:
+        def handle(sender: bytes, message: Message, request_id: int) -> None:
+            if isinstance(message, AttachWorker) and self._next_pool and self._next_pool.pool == message.pool:
+                self._waiting_worker = (sender, message, request_id)
+            else:
+                self._answer(sender, message, request_id, now)
+
+        self.drain(self._workers, handle)
+
+    def _answer(self, sender: bytes, message: Message, request_id: int, now: float) -> None:
+        try:
+            reply = self._serve(sender, message, now)
+        except RefusedError as error:
+            reply = Refused(reason=error.reason, detail=error.detail[:2000], field=error.field[:2000])
+        except KvxferError as error:
+            reply = Refused(detail=str(error)[:2000])
+        self._workers.send(sender, encode(reply, request_id))
+
+    def _serve(self, sender: bytes, message: Message, now: float) -> WorkerReply:
+        if isinstance(message, AttachWorker):
+            if self.pool is None or message.pool != self.pool.pool:
+                raise RefusedError("attach: got a pool that was not handed over to this run of the agent")
+            self._worker = sender
+            return self._agent.worker_attached(self.pool.layout, now)
+        if sender != self._worker:
+            raise RefusedError("got a request before the worker has handed over its pool and attached")
+        return self._agent.worker_request(message, now)
+
+    def _poll_handoffs(self, now: float) -> None:
+        events = self._handoffs.poll(now)
+        # A worker that was restarted hands over before its old connection was looked at: that one first.
+        for event in sorted(events, key=lambda event: not isinstance(event, LostPool)):
+            match event:
+                case ReceivedPool():
+                    self._take_pool(event)
+                case LostPool():
+                    self._lose_pool(event.pool, now)
+                case RefusedHandoff():
+                    self.log.warning("refused a hand-off: %s", event.detail)
+
+    def _take_pool(self, received: ReceivedPool) -> None:
+        if self.pool is None and self._lost_pool is None:
+            self.pool = received
+            self.log.info(
+                "pool %s: %d bytes, %d groups", received.pool, received.memory.num_bytes, len(received.layout.groups)
+            )
+        elif self.pool is None and self._next_pool is None:
+            self._next_pool = received  # waits until the last operation on the lost one has ended
+        else:
+            self.log.warning("refused a second pool: this agent serves one worker")
+            self._handoffs.release(received.pool)
+            received.memory.close()
+
+    def _lose_pool(self, pool: str, now: float) -> None:
+        if self._next_pool is not None and self._next_pool.pool == pool:
+            self._next_pool.memory.close()
+            self._next_pool = None
+        if self.pool is None or self.pool.pool != pool:
+            return
+        self.log.info("pool %s: its worker is gone", pool)
+        self._worker = None
+        self._lost_pool, self.pool = self.pool, None
+        self._agent.worker_lost(now)
+
+    def _swap_pools(self) -> None:
+        """Unmap a lost pool once nothing touches it, then take the one that waits."""
+        if self._lost_pool is None or not self._agent.is_pool_quiet():
+            return
+        self._lost_pool.memory.close()
+        self._lost_pool = None
+        if self._next_pool is not None:
+            received, self._next_pool = self._next_pool, None
+            self._take_pool(received)
+        if self._waiting_worker is not None:
+            (sender, message, request_id), self._waiting_worker = self._waiting_worker, None
+            self._answer(sender, message, request_id, time.monotonic())
+
+    def pool_array(self) -> ByteArray:
+        """`[pool_bytes]` uint8 of the worker's pool, also of one that was lost and is still in use."""
+        pool = self.pool or self._lost_pool
+        return pool.memory.array if pool is not None else np.empty(0, dtype=np.uint8)
