@@ -74,7 +74,8 @@ class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
 class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One decode agent: number `dst_rank` of the `dst_world` agents of its decode group.
 
-    `listen_host` is the address at which its engine is reached; the agent itself listens nowhere. `credits_per_leg` is how many landing slots one leg may hold at a time. The rest as in `PrefillConfig`.
+    `listen_host` is the address at which its engine is reached; the agent itself listens nowhere. `credits_per_leg` is
+    how many landing slots one leg may hold at a time. The rest as in `PrefillConfig`.
     """
 
     socket_dir: _Filled

@@ -1,0 +1,79 @@
+"""`kvxfer prefill` and `kvxfer decode`: run one agent until a signal asks it to end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from kvxfer.cli.output import report_error
+from kvxfer.decode.agent import DecodeAgent
+from kvxfer.errors import KvxferError
+from kvxfer.ops.config import DecodeConfig, PrefillConfig, load_decode_config, load_prefill_config
+from kvxfer.ops.logs import set_up_logging
+from kvxfer.prefill.agent import PrefillAgent
+from kvxfer.transports import exit_process
+
+_Config = TypeVar("_Config", PrefillConfig, DecodeConfig)
+_Agent = PrefillAgent | DecodeAgent
+
+
+def run_prefill(config_path: Path, as_json: bool) -> NoReturn:
+    """Run a prefill agent; ends the process."""
+    _run(lambda: load_prefill_config(config_path), PrefillAgent, as_json)
+
+
+def run_decode(config_path: Path, as_json: bool) -> NoReturn:
+    """Run a decode agent; ends the process."""
+    _run(lambda: load_decode_config(config_path), DecodeAgent, as_json)
+
+
+def _run(load: Callable[[], _Config], create: Callable[[_Config], _Agent], as_json: bool) -> NoReturn:
+    agents: list[_Agent] = []
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        if not agents:
+            exit_process(0)  # still starting: nothing is shared with anybody yet
+        agents[0].stop()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        config = load()
+        set_up_logging(config.log_level)
+        agents.append(create(config))
+        _say_ready(agents[0], config, as_json)
+        agents[0].run()
+    except KvxferError as error:
+        code = report_error(error)
+    else:
+        code = 0
+    for agent in agents:
+        agent.close()
+    # An engine's native libraries may crash after Python's end: a supervisor must not see that as a failure.
+    exit_process(code)
+
+
+def _say_ready(agent: _Agent, config: PrefillConfig | DecodeConfig, as_json: bool) -> None:
+    role = "prefill" if isinstance(config, PrefillConfig) else "decode"
+    facts = {
+        "ready": True,
+        "role": role,
+        "endpoint": agent.endpoint,
+        "incarnation": agent.incarnation,
+        "socket_dir": config.socket_dir,
+        "transport": config.transport.name,
+    }
+    line = msgspec.json.encode(facts).decode()
+    if not as_json:
+        line = (
+            f"{role} agent ready: {agent.endpoint}, worker sockets in {config.socket_dir}, "
+            f"transport {config.transport.name}; end it with SIGTERM or Ctrl-C"
+        )
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

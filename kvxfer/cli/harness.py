@@ -1,0 +1,193 @@
+"""Processes of a demo or bench: agents and workers, started, talked to over pipes, and stopped by their ids.
+
+Every process is a session of its own, so that a Ctrl-C at the terminal reaches the parent alone, and is told by the
+kernel when the parent dies. What they write to standard error goes to files in the run's directory.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+
+from kvxfer.cli import protocol
+from kvxfer.errors import KvxferError
+from kvxfer.ops.config import DecodeConfig, PrefillConfig, dump_config
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+
+ReplyType = TypeVar("ReplyType", bound=protocol.Reply)
+OnProgress = Callable[[protocol.Progress], None]
+
+
+class ChildError(KvxferError):
+    """A process of the run died, went silent or refused a command."""
+
+
+class Child:
+    """One process. `stop` ends it and waits for it."""
+
+    def __init__(self, name: str, arguments: Sequence[str], directory: Path) -> None:
+        """Start `python -m ARGUMENTS`."""
+        self.name = name
+        self._log_path = directory / f"{name}.log"
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin = self._process.stdin
+        self._stdout = self._process.stdout
+        self._received = b""
+
+    def read_line(self, timeout_s: float) -> bytes:
+        """The next line of its standard output. Raises `ChildError` where none comes."""
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._received:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([self._stdout], [], [], left_s)[0]:
+                raise ChildError(f"{self.name}: got no answer, expected one within {timeout_s:.0f} s{self._log_tail()}")
+            data = os.read(self._stdout.fileno(), 1 << 16)
+            if not data:
+                code = self._process.wait(STOP_TIMEOUT_S)
+                raise ChildError(f"{self.name}: ended early with exit status {code}{self._log_tail()}")
+            self._received += data
+        line, self._received = self._received.split(b"\n", 1)
+        return line
+
+    def send(self, command: protocol.Command) -> None:
+        """Hand a command to a worker. Raises `ChildError` where it is gone."""
+        try:
+            self._stdin.write(protocol.encode_line(command))
+            self._stdin.flush()
+        except BrokenPipeError as error:
+            raise ChildError(f"{self.name}: is gone{self._log_tail()}") from error
+
+    def receive(self, kind: type[ReplyType], timeout_s: float, on_progress: OnProgress | None = None) -> ReplyType:
+        """The worker's answer to the oldest command that has none yet. Raises `ChildError` for any other."""
+        while True:
+            reply = protocol.decode_reply(self.read_line(timeout_s))
+            if isinstance(reply, protocol.Progress):
+                if on_progress is not None:
+                    on_progress(reply)
+            elif isinstance(reply, protocol.Failed):
+                raise ChildError(f"{self.name}: {reply.error}")
+            else:
+                assert isinstance(reply, kind), (reply, kind)
+                return reply
+
+    def ask(
+        self, command: protocol.Command, kind: type[ReplyType], timeout_s: float, on_progress: OnProgress | None = None
+    ) -> ReplyType:
+        """`send`, then `receive`."""
+        self.send(command)
+        return self.receive(kind, timeout_s, on_progress)
+
+    def request_stop(self, *, by_signal: bool) -> None:
+        """Agents end on SIGTERM, workers when their standard input ends."""
+        if by_signal and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._stdin.close()
+        except BrokenPipeError:
+            return  # it was gone already; `wait` reports its exit status
+
+    def wait(self) -> str:
+        """Wait for the end of a process that was asked to stop; what was wrong with it, empty if nothing was."""
+        try:
+            code = self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return f"{self.name}: did not stop within {STOP_TIMEOUT_S:.0f} s and was killed{self._log_tail()}"
+        finally:
+            self._stdout.close()
+        return f"{self.name}: ended with exit status {code}, expected 0{self._log_tail()}" if code else ""
+
+    def _log_tail(self) -> str:
+        tail = self._log_path.read_text(errors="replace").strip().splitlines()[-8:]
+        return "".join(f"\n  | {line}" for line in tail)
+
+
+class Cast:
+    """All processes of one run and the directory that they share. Leaving the context ends and removes everything."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="kvxfer-"))
+        self._agents: list[Child] = []
+        self._workers: list[Child] = []
+        self._old_handler: Callable[[int, FrameType | None], object] | int | None = None
+
+    def start_agent(self, name: str, config: PrefillConfig | DecodeConfig) -> Child:
+        """Start an agent; `wait_ready` before its worker connects. Its `socket_dir` is `socket_dir(name)`."""
+        role = "prefill" if isinstance(config, PrefillConfig) else "decode"
+        config_path = self.directory / f"{name}.toml"
+        config_path.write_text(dump_config(config), encoding="utf-8")
+        arguments = ["kvxfer.cli.child", role, "--config", str(config_path), "--json"]
+        self._agents.append(Child(name, arguments, self.directory))
+        return self._agents[-1]
+
+    def start_worker(self, name: str, module: str) -> Child:
+        """Start a worker process: one of the modules that call `protocol.run_worker`."""
+        self._workers.append(Child(name, [module], self.directory))
+        return self._workers[-1]
+
+    def socket_dir(self, agent: str) -> str:
+        """Where the sockets of an agent lie."""
+        return str(self.directory / agent)
+
+    def stop(self) -> None:
+        """End the workers, then the agents. Raises `ChildError` where one did not end well."""
+        problems = []
+        for children, by_signal in ((self._workers, False), (self._agents, True)):
+            for child in children:
+                child.request_stop(by_signal=by_signal)
+            problems += [problem for child in children if (problem := child.wait())]
+            children.clear()
+        if problems:
+            raise ChildError("\n".join(problems))
+
+    def __enter__(self) -> Self:
+        self._old_handler = signal.signal(signal.SIGTERM, _leave)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.stop()
+        except ChildError:
+            # An error under way says more than what its children made of it.
+            if error is None:
+                raise
+        finally:
+            signal.signal(signal.SIGTERM, self._old_handler)
+            shutil.rmtree(self.directory)
+
+
+def wait_ready(agents: Sequence[Child]) -> None:
+    """Wait for the ready line of each agent. Raises `ChildError` where one does not come up."""
+    for agent in agents:
+        line = msgspec.json.decode(agent.read_line(START_TIMEOUT_S))
+        assert line["ready"] is True, line
+
+
+def _leave(_signal: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + signal.SIGTERM)

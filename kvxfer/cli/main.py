@@ -1,0 +1,175 @@
+"""The `kvxfer` command. Commands import what they need when they run: an agent must start fast and stay small."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvxfer.cli.output import EXIT_FAILED, print_json, report_error, show_steps
+from kvxfer.errors import ConfigError, KvxferError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Moves the KV cache of MLA models from prefill workers to decode workers split by decode context parallelism.",
+)
+bench = typer.Typer(no_args_is_help=True, help="Measure.")
+app.add_typer(bench, name="bench")
+
+
+class _Transport(enum.Enum):
+    NIXL = "nixl"
+    MOONCAKE = "mooncake"
+    LOOPBACK = "loopback"
+
+
+class _DemoTransport(enum.Enum):
+    NIXL = "nixl"
+    LOOPBACK = "loopback"
+
+
+class _Mode(enum.Enum):
+    PACKED = "packed"
+    RAW = "raw"
+    SERIAL = "serial"
+
+
+class _DemoMode(enum.Enum):
+    PACKED = "packed"
+    RAW = "raw"
+
+
+class _Pages(enum.Enum):
+    SHUFFLED = "shuffled"
+    ADJACENT = "adjacent"
+
+
+_Config = Annotated[Path, typer.Option("--config", help="TOML file; docs/configuration.md has every key.")]
+_ReadyJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON when ready.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@app.command()
+def prefill(config: _Config, as_json: _ReadyJson = False) -> None:
+    """Run the agent of a prefill worker until SIGTERM or Ctrl-C."""
+    from kvxfer.cli.agents import run_prefill
+
+    run_prefill(config, as_json)
+
+
+@app.command()
+def decode(config: _Config, as_json: _ReadyJson = False) -> None:
+    """Run the agent of a decode worker until SIGTERM or Ctrl-C."""
+    from kvxfer.cli.agents import run_decode
+
+    run_decode(config, as_json)
+
+
+@app.command()
+def demo(
+    prompt: Annotated[Path | None, typer.Option(help="Text to prefill, one token a byte. Default: the README.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, max=16, help="Decode workers: the DCP size.")] = 4,
+    mode: Annotated[_DemoMode, typer.Option(help="Pack rows into slots, or send each as it lies.")] = _DemoMode.PACKED,
+    transport: Annotated[_DemoTransport, typer.Option(help="Engine that moves the slots.")] = _DemoTransport.NIXL,
+    draft_layers: Annotated[
+        int, typer.Option(min=0, max=8, help="Layers of a draft model, whose KV every rank gets.")
+    ] = 0,
+    state_bytes: Annotated[
+        int, typer.Option(min=0, max=16 << 20, help="Size of a state blob that travels with the KV.")
+    ] = 0,
+    as_json: _Json = False,
+) -> None:
+    """Move the KV cache of a real prompt between processes and compare every byte. Exit status 1 if any differs."""
+    from kvxfer.cli.demo import DemoOptions, run_demo
+
+    options = DemoOptions(prompt, ranks, mode.value, transport.value, draft_layers, state_bytes)
+    with show_steps() as steps:
+        result = run_demo(options, steps)
+    if as_json:
+        print_json(result.as_json())
+    else:
+        from kvxfer.cli.tables import print_demo
+
+        print_demo(result)
+    if not result.verified:
+        sys.exit(EXIT_FAILED)
+
+
+@bench.command("transfer")
+def bench_transfer(
+    transport: Annotated[_Transport, typer.Option(help="Engine that moves the slots.")] = _Transport.NIXL,
+    mode: Annotated[_Mode, typer.Option(help="serial: pack a whole chunk, then send it.")] = _Mode.PACKED,
+    compare: Annotated[str, typer.Option(help="Measure several modes in turn, e.g. packed,raw,serial.")] = "",
+    tokens: Annotated[int, typer.Option(help="Length of the sequence.")] = 8192,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 61,
+    row_bytes: Annotated[int, typer.Option(help="KV bytes of one token in one layer.")] = 1152,
+    page: Annotated[int, typer.Option(help="Tokens a page, on both sides.")] = 64,
+    pages: Annotated[_Pages, typer.Option(help="How the pages of a sequence lie in a pool.")] = _Pages.SHUFFLED,
+    dcp: Annotated[int, typer.Option(help="Decode workers: the DCP size.")] = 4,
+    interleave: Annotated[int, typer.Option(help="Neighbouring tokens that one rank owns.")] = 1,
+    chunk: Annotated[int, typer.Option(help="Tokens a submit, as chunked prefill hands them over.")] = 8192,
+    repeat: Annotated[int, typer.Option(help="Measured transfers, after one that warms up.")] = 3,
+    as_json: _Json = False,
+) -> None:
+    """Time the whole path between processes: open, plan, pack, send, scatter, landed; and one contiguous write of the
+    same bytes. Every byte is compared outside the timing. Exit status 1 if any differs."""
+    from kvxfer.cli.bench_transfer import TransferCase, run_case
+
+    modes = [_parse_mode(name) for name in compare.split(",")] if compare else [mode]
+    results = []
+    with show_steps() as steps:
+        for each in modes:
+            case = TransferCase(
+                transport.value,
+                each.value,
+                tokens,
+                layers,
+                row_bytes,
+                page,
+                pages.value,
+                dcp,
+                interleave,
+                chunk,
+                repeat,
+            )
+            results.append(run_case(case, steps))
+    facts = [result.as_json() for result in results]
+    if not as_json:
+        from kvxfer.cli.tables import print_transfers
+
+        print_transfers(results)
+    elif compare:
+        ratios = {
+            f"{facts[0]['mode']}_to_{fact['mode']}": fact["transfer_ms"] / facts[0]["transfer_ms"] for fact in facts
+        }
+        print_json({"modes": facts, "ratios": ratios, "verified": all(fact["verified"] for fact in facts)})
+    else:
+        print_json(facts[0])
+    if not all(fact["verified"] for fact in facts):
+        sys.exit(EXIT_FAILED)
+
+
+def _parse_mode(name: str) -> _Mode:
+    try:
+        return _Mode(name.strip())
+    except ValueError as error:
+        raise ConfigError(
+            f"--compare: got {name.strip()!r}, expected some of {', '.join(mode.value for mode in _Mode)}"
+        ) from error
+
+
+def main() -> None:
+    """Entry point of the `kvxfer` command."""
+    try:
+        app()
+    except KvxferError as error:
+        sys.exit(report_error(error))
+
+
+if __name__ == "__main__":
+    main()
