@@ -95,6 +95,7 @@ class EngineThread:
         self._peers: dict[str, _PeerQueue] = {}
         self._thread: threading.Thread | None = None
         self._stop_at_s: float | None = None
+        self._patience_s = 0.0
 
     def start(self, engine: PostingEngine) -> None:
         """Start posting to `engine`, first what earlier runs left unposted."""
@@ -103,14 +104,14 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
-    def stop(self, drain_s: float) -> None:
-        """Let posted writes end for up to `drain_s` seconds, report the others as `UNKNOWN`, join the thread.
+    def stop(self, patience_s: float) -> None:
+        """Let posted writes end until none has for `patience_s` seconds; report the others as `UNKNOWN`; join.
 
         Nothing is posted meanwhile; writes not posted at all stay queued for the next `start()`.
         """
         if self._thread is None:
             return
-        self._commands.put(lambda: self._begin_stop(drain_s))
+        self._commands.put(lambda: self._begin_stop(patience_s))
         self._thread.join()
         self._thread = None
         for peer in list(self._peers):
@@ -155,8 +156,9 @@ class EngineThread:
         if raised:
             raise raised[0]
 
-    def _begin_stop(self, drain_s: float) -> None:
-        self._stop_at_s = time.monotonic() + drain_s
+    def _begin_stop(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._stop_at_s = time.monotonic() + patience_s
 
     def _run(self) -> None:
         sleep_s = _MIN_SLEEP_S
@@ -168,9 +170,11 @@ class EngineThread:
             timeout_s = 0.0 if waiting else sleep_s if outstanding else None
             moved = self._take_commands(timeout_s)
             for name, peer in list(self._peers.items()):
-                moved |= self._check_parts(peer)
+                ended = self._check_parts(peer)
                 if self._stop_at_s is None:
-                    moved |= self._post_next(name, peer)
+                    moved |= ended | self._post_next(name, peer)
+                elif ended:
+                    self._stop_at_s = time.monotonic() + self._patience_s
                 if not peer.waiting and not peer.parts:
                     self._peers.pop(name, None)
             sleep_s = _MIN_SLEEP_S if moved else min(2 * sleep_s, _MAX_SLEEP_S)

@@ -15,8 +15,8 @@ from kvxfer.transports._metadata import Metadata, PublishedRegion, decode_metada
 from kvxfer.transports._regions import RemoteRegion, check_new_region, checked_entries
 from kvxfer.transports.base import Completion, Counters, Limits, Region, RegionDescriptor, WriteBatch
 
-# Writes that move at all end within this time, so that a rotation takes only stuck ones with it.
-_ROTATE_DRAIN_S = 0.1
+# A rotation waits while writes still end at least this often: it takes only stuck ones with it.
+_ROTATE_PATIENCE_S = 0.25
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 _logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class EngineTransport:
         for region in self._regions.values():
             self._register(fresh, region)
         # Up to here a failure has changed nothing.
-        self._thread.stop(_ROTATE_DRAIN_S)
+        self._thread.stop(_ROTATE_PATIENCE_S)
         self._engine.destroy()
         self._engine = fresh
         for peer, known in list(self._peers.items()):

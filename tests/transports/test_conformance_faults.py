@@ -1,0 +1,220 @@
+"""What every transport does when a side is killed, stopped, restarted or rotated in the middle of writes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.transports.peers import POISON, Engine, PeerError, PeerProcess, assert_same_bytes, copied
+
+_MIB = 1 << 20
+_BYTES = 16 * _MIB
+_BATCHES = [[[i * _MIB, i * _MIB, _MIB]] for i in range(8)]  # the first half; the second is nobody's target
+_HALF = 8 * _MIB
+
+
+def _is_stream(engine: Engine) -> bool:
+    """Whether writes wait for the target's process. Copies by the kernel do not."""
+    return engine.transport == "mooncake" or bool(engine.environment)
+
+
+def _write_all(writer: PeerProcess, peer: PeerProcess) -> list[int]:
+    write_ids: list[int] = writer.call("write_many", peer=peer.incarnation, batches=_BATCHES)
+    return write_ids
+
+
+def _connect(writer: PeerProcess, *targets: PeerProcess) -> None:
+    """Make them known and let one write through, so that what follows meets standing connections."""
+    for target in targets:
+        writer.knows(target)
+        writer.call("write", peer=target.incarnation, entries=[[_HALF, _HALF, 1]])
+        assert set(writer.outcomes(1).values()) == {"done"}
+        target.bytes[_HALF] = POISON
+
+
+def test_a_killed_target_ends_its_writes_and_harms_no_other(engine: Engine) -> None:
+    with (
+        PeerProcess(engine, _BYTES) as writer,
+        PeerProcess(engine, _BYTES) as victim,
+        PeerProcess(engine, _BYTES) as healthy,
+    ):
+        _connect(writer, victim, healthy)
+        writer.bytes[:] = 1
+        lost = _write_all(writer, victim)
+        victim.kill()
+        lost += _write_all(writer, victim)
+        kept = _write_all(writer, healthy)
+        ended = writer.outcomes(24, timeout_s=20)
+        assert {ended.pop(write_id) for write_id in kept} == {"done"}
+        assert set(ended) == set(lost)
+        assert all(ended[write_id] != "done" for write_id in lost[8:])
+        if writer.call("facts")["failed_write_stops"]:
+            assert "unknown" not in ended.values()
+        assert (healthy.bytes[:_HALF] == 1).all()
+        assert (healthy.bytes[_HALF:] == POISON).all()
+        assert (writer.finish(), healthy.finish()) == (0, 0)
+
+
+def test_a_killed_writer_leaves_a_target_that_works(engine: Engine) -> None:
+    with PeerProcess(engine, _BYTES) as target, PeerProcess(engine, _BYTES) as successor:
+        with PeerProcess(engine, _BYTES) as victim:
+            _connect(victim, target)
+            _write_all(victim, target)
+            victim.kill()
+        assert (target.bytes[_HALF:] == POISON).all()
+        _connect(successor, target)
+        target.bytes[:] = POISON
+        expected = copied(successor, target, [[0, _HALF, _HALF]])
+        successor.call("write", peer=target.incarnation, entries=[[0, _HALF, _HALF]])
+        assert set(successor.outcomes(1).values()) == {"done"}
+        assert_same_bytes(target.bytes[_HALF:], expected[_HALF:])
+        assert (successor.finish(), target.finish()) == (0, 0)
+
+
+def test_nothing_of_a_write_is_read_or_lands_after_rotate_though_the_target_was_stopped(engine: Engine) -> None:
+    with PeerProcess(engine, _BYTES) as writer, PeerProcess(engine, _BYTES) as target:
+        _connect(writer, target)
+        writer.bytes[:] = 1
+        target.stop()
+        write_ids = _write_all(writer, target)
+        ended = writer.outcomes(8, timeout_s=0.7)
+        assert bool(set(write_ids) - set(ended)) == _is_stream(engine)
+        started_s = time.monotonic()
+        writer.call("rotate")
+        assert time.monotonic() - started_s < 5
+        late = writer.outcomes(8 - len(ended), timeout_s=1)
+        assert set(ended) | set(late) == set(write_ids)
+        assert "done" not in late.values()
+        writer.bytes[:] = 2
+        target.go_on()
+        time.sleep(1)
+        assert not (target.bytes == 2).any()
+        assert (target.bytes[_HALF:] == POISON).all()
+        writer.call("write", peer=target.incarnation, entries=[[0, _HALF, _HALF]])
+        assert set(writer.outcomes(1).values()) == {"done"}
+        assert (target.bytes[_HALF:] == 2).all()
+        assert (writer.finish(), target.finish()) == (0, 0)
+
+
+def test_a_target_stopped_for_a_while_holds_up_no_other(engine: Engine) -> None:
+    with (
+        PeerProcess(engine, _BYTES) as writer,
+        PeerProcess(engine, _BYTES) as sleeper,
+        PeerProcess(engine, _BYTES) as healthy,
+    ):
+        _connect(writer, sleeper, healthy)
+        sleeper.stop()
+        slow = _write_all(writer, sleeper)
+        fast = _write_all(writer, healthy)
+        ended = writer.outcomes(8 if _is_stream(engine) else 16, timeout_s=1.5)
+        assert [ended[write_id] for write_id in fast] == ["done"] * 8
+        sleeper.go_on()
+        ended |= writer.outcomes(16 - len(ended))
+        assert set(ended) == set(slow) | set(fast)
+        assert (sleeper.bytes[_HALF:] == POISON).all()
+        assert (writer.finish(), sleeper.finish(), healthy.finish()) == (0, 0, 0)
+
+
+def test_a_writer_stopped_in_mid_transfer_finishes_it_later(engine: Engine) -> None:
+    with PeerProcess(engine, _BYTES) as writer, PeerProcess(engine, _BYTES) as target:
+        _connect(writer, target)
+        writer.bytes[:] = 1
+        writer.send("write_many", peer=target.incarnation, batches=_BATCHES)
+        time.sleep(0.004)
+        writer.stop()
+        time.sleep(0.5)
+        writer.go_on()
+        assert set(writer.outcomes(8).values() if writer.reply() else ()) == {"done"}
+        assert (target.bytes[:_HALF] == 1).all()
+        assert (target.bytes[_HALF:] == POISON).all()
+        assert (writer.finish(), target.finish()) == (0, 0)
+
+
+def test_what_a_stopped_writer_can_do_to_a_target_that_rotated_is_what_the_limits_say(engine: Engine) -> None:
+    with PeerProcess(engine, _BYTES) as writer, PeerProcess(engine, _BYTES) as target:
+        _connect(writer, target)
+        writer.bytes[:] = 1
+        writer.send("write_many", peer=target.incarnation, batches=_BATCHES)
+        time.sleep(0.004)
+        writer.stop()
+        target.call("rotate")
+        target.bytes[:] = POISON
+        writer.go_on()
+        writer.reply()
+        writer.outcomes(8, timeout_s=6)
+        time.sleep(0.3)
+        if target.call("facts")["rotate_stops_peer_writes"]:
+            assert (target.bytes == POISON).all()
+        # Whatever an engine cannot prevent stays within what the writer was given.
+        assert (target.bytes[_HALF:] == POISON).all()
+        writer.knows(target)
+        writer.call("write", peer=target.incarnation, entries=[[0, _HALF, _HALF]])
+        assert set(writer.outcomes(1).values()) == {"done"}
+        assert (target.bytes[_HALF:] == 1).all()
+        assert (writer.finish(), target.finish()) == (0, 0)
+
+
+def test_a_rotation_costs_healthy_peers_no_write(engine: Engine) -> None:
+    with PeerProcess(engine, _BYTES) as writer, PeerProcess(engine, _BYTES) as target:
+        _connect(writer, target)
+        writer.bytes[:] = 1
+        write_ids = []
+        for _ in range(2):
+            write_ids += _write_all(writer, target)
+            writer.call("rotate")
+        write_ids += _write_all(writer, target)
+        ended = writer.outcomes(24)
+        assert set(ended) == set(write_ids)
+        # What was under way may need to be sent again, once; what was queued goes out through the new object.
+        assert sorted(ended.values()).count("done") >= 22
+        assert (target.bytes[:_HALF] == 1).all()
+        assert (target.bytes[_HALF:] == POISON).all()
+        assert (writer.finish(), target.finish()) == (0, 0)
+
+
+def test_writes_to_a_dropped_peer_end_at_once_and_never_as_done(engine: Engine) -> None:
+    with PeerProcess(engine, _BYTES) as writer, PeerProcess(engine, _BYTES) as target:
+        _connect(writer, target)
+        target.stop()
+        write_ids = _write_all(writer, target)
+        before = writer.outcomes(8, timeout_s=0.2)
+        writer.call("drop_peer", peer=target.incarnation)
+        late = writer.outcomes(8 - len(before), timeout_s=1)
+        assert set(before) | set(late) == set(write_ids)
+        assert "done" not in late.values()
+        with pytest.raises(PeerError, match="PeerLostError"):
+            writer.call("write", peer=target.incarnation, entries=[[0, 0, 1]])
+        target.go_on()
+        _connect(writer, target)
+        assert writer.finish() == 0
+        assert target.finish() == 0
+
+
+def test_a_restarted_target_is_a_new_peer_under_the_same_name(engine: Engine) -> None:
+    # Only Mooncake has ports of its own that a successor could inherit.
+    ports = {"MC_MIN_RPC_PORT": "21950", "MC_MAX_RPC_PORT": "21951"} if engine.transport == "mooncake" else {}
+    with PeerProcess(engine, _BYTES) as writer, PeerProcess(engine, _BYTES) as healthy:
+        _connect(writer, healthy)
+        for _ in range(2):
+            with PeerProcess(engine, _BYTES, **ports) as target:
+                writer.knows(target, "decode-3")
+                writer.call("write", peer="decode-3", entries=[[0, 0, _HALF]])
+                assert set(writer.outcomes(1).values()) == {"done"}
+                assert_same_bytes(target.bytes[:_HALF], writer.bytes[:_HALF])
+                stale = target.call("metadata")
+                target.kill()
+                writer.call("write", peer="decode-3", entries=[[0, 0, _HALF]])
+                assert set(writer.outcomes(1).values()) <= {"failed", "unknown"}
+        with PeerProcess(engine, _BYTES, **ports) as target:
+            with pytest.raises(PeerError, match=r"PeerLostError: .* decode-3"):
+                writer.call("add_peer", peer="decode-3", metadata=stale)
+                writer.call("write", peer="decode-3", entries=[[0, 0, 8]])
+                assert "done" not in writer.outcomes(1).values()
+                writer.call("drop_peer", peer="decode-3")
+                writer.call("write", peer="decode-3", entries=[[0, 0, 8]])
+            assert (target.bytes == POISON).all()
+            _write_all(writer, healthy)
+            assert set(writer.outcomes(8).values()) == {"done"}
+            assert target.finish() == 0
+        assert (writer.finish(), healthy.finish()) == (0, 0)
