@@ -75,12 +75,12 @@ def _split_kernel(
             scores = tl.dot(q_v, tl.trans(k_v), input_precision="ieee")
             scores = tl.dot(q_r, tl.trans(k_r), scores, input_precision="ieee")
         visible = tl.expand_dims(kv_row, 1 - KV_AXIS) < tl.expand_dims(lens, KV_AXIS)
-        scores = tl.where(visible, scores * scale_log2, float("-inf"))
+        scores = tl.where(visible, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, KV_AXIS))
         # A row that has seen nothing yet has peak -inf; -inf - -inf would be NaN.
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        probs = tl.math.exp2(scores - tl.expand_dims(shift, KV_AXIS))
-        decay = tl.math.exp2(peak - shift)
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak * scale_log2)
+        probs = tl.math.exp2(scores * scale_log2 - tl.expand_dims(shift, KV_AXIS))
+        decay = tl.math.exp2(peak * scale_log2 - shift)
         total = total * decay + tl.sum(probs, KV_AXIS)
         acc = acc * tl.expand_dims(decay, KV_AXIS)
         probs = probs.to(k_v.dtype)
@@ -92,7 +92,7 @@ def _split_kernel(
     # A length beyond the page table cannot be served; NaN shows it where a cut result would hide it.
     total = tl.where(too_long, float("nan"), total)
     acc = acc / tl.expand_dims(tl.where(total == 0.0, 1.0, total), KV_AXIS)
-    lse = (peak + tl.math.log2(total)) * 0.6931471805599453
+    lse = (peak * scale_log2 + tl.math.log2(total)) * 0.6931471805599453
     out_row = split * num_batch_rows + batch * num_rows + row
     tl.store(lse_ptr + out_row, lse, mask=row_ok)
     out_ptrs = out_ptr + tl.expand_dims(out_row * V_DIM, KV_AXIS) + tl.expand_dims(col_v, 1 - KV_AXIS)
@@ -170,11 +170,12 @@ def attend(
 
     Arguments are those of `mla_decode`, already checked. `num_splits` overrides the choice (tests, tuning).
     """
-    batch, q_len, heads, dim = q.shape
+    batch, q_len, heads, _ = q.shape
     num_rows, num_batch_rows = q_len * heads, batch * q_len * heads
     page_tokens = kv_pages.shape[1]
     tiles = _choose_tiles(q.dtype, num_rows)
     table_rows = page_table.shape[1] * page_tokens
+    hopper = num_rows > 32 and _fits_hopper(q, kv_pages, v_head_dim)
     num_blocks = batch * triton.cdiv(num_rows, tiles.block_h)
     if num_splits is None:
         num_splits = choose_num_splits(num_blocks, table_rows, _num_processors(q.device) * tiles.programs_per_processor)
@@ -184,20 +185,14 @@ def attend(
     if num_splits > 1:
         parts = q.new_empty((num_splits, num_batch_rows, v_head_dim), dtype=torch.float32)
         part_lses = q.new_empty((num_splits, num_batch_rows), dtype=torch.float32)
-    block_v = max(16, triton.next_power_of_2(v_head_dim))
-    _split_kernel[(num_blocks * num_splits,)](
-        q, kv_pages, page_table, row_lens, parts, part_lses,
-        q.stride(0), q.stride(1), q.stride(2), kv_pages.stride(0), kv_pages.stride(1), page_table.stride(0),
-        row_lens.stride(0), row_lens.stride(1),
-        scale * _LOG2_E, num_rows, num_batch_rows, num_splits, table_rows,
-        NUM_HEADS=heads, V_DIM=v_head_dim, R_DIM=dim - v_head_dim, PAGE_TOKENS=page_tokens,
-        BLOCK_H=tiles.block_h, BLOCK_N=tiles.block_n, BLOCK_V=block_v,
-        BLOCK_R=max(16, triton.next_power_of_2(dim - v_head_dim)),
-        KV_AXIS=tiles.kv_axis, TILE_IN_PAGE=page_tokens % tiles.block_n == 0, STAGES=tiles.stages,
-        num_warps=tiles.num_warps,
-    )  # fmt: skip
+    if hopper:
+        from kvxfer.kernels import _mla_hopper
+
+        _mla_hopper.launch_split(q, kv_pages, page_table, row_lens, scale * _LOG2_E, parts, part_lses, num_splits)
+    else:
+        _launch_split(q, kv_pages, page_table, row_lens, scale * _LOG2_E, parts, part_lses, num_splits, tiles)
     if num_splits > 1:
-        block_c = min(block_v, 128)
+        block_c = min(triton.next_power_of_2(v_head_dim), 128)
         _merge_kernel[(num_batch_rows, triton.cdiv(v_head_dim, block_c))](
             parts, part_lses, out, lse, num_batch_rows, num_splits,
             V_DIM=v_head_dim, BLOCK_V=block_c, BLOCK_S=triton.next_power_of_2(num_splits), STEP_S=8, num_warps=4,
@@ -209,3 +204,40 @@ def _num_processors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 4  # the interpreter runs programs one after another; a few splits exercise the merge
+
+
+def _fits_hopper(q: torch.Tensor, kv_pages: torch.Tensor, v_head_dim: int) -> bool:
+    if not q.is_cuda:
+        return False
+    # Gluon runs on a GPU only: the interpreter never gets here.
+    from kvxfer.kernels import _mla_hopper
+
+    return _mla_hopper.fits(q, kv_pages, v_head_dim)
+
+
+def _launch_split(
+    q: torch.Tensor,
+    kv_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    row_lens: torch.Tensor,
+    scale_log2: float,
+    parts: torch.Tensor,
+    part_lses: torch.Tensor,
+    num_splits: int,
+    tiles: _Tiles,
+) -> None:
+    batch, q_len, heads, dim = q.shape
+    page_tokens, v_head_dim = kv_pages.shape[1], parts.shape[-1]
+    num_rows = q_len * heads
+    num_blocks = batch * triton.cdiv(num_rows, tiles.block_h)
+    _split_kernel[(num_blocks * num_splits,)](
+        q, kv_pages, page_table, row_lens, parts, part_lses,
+        q.stride(0), q.stride(1), q.stride(2), kv_pages.stride(0), kv_pages.stride(1), page_table.stride(0),
+        row_lens.stride(0), row_lens.stride(1),
+        scale_log2, num_rows, batch * num_rows, num_splits, page_table.shape[1] * page_tokens,
+        NUM_HEADS=heads, V_DIM=v_head_dim, R_DIM=dim - v_head_dim, PAGE_TOKENS=page_tokens,
+        BLOCK_H=tiles.block_h, BLOCK_N=tiles.block_n, BLOCK_V=max(16, triton.next_power_of_2(v_head_dim)),
+        BLOCK_R=max(16, triton.next_power_of_2(dim - v_head_dim)),
+        KV_AXIS=tiles.kv_axis, TILE_IN_PAGE=page_tokens % tiles.block_n == 0, STAGES=tiles.stages,
+        num_warps=tiles.num_warps,
+    )  # fmt: skip

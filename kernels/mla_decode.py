@@ -7,6 +7,7 @@ the log-sum-exp with which the ranks' partial results are merged (`lse_combine`,
 CUDA tensors run Triton kernels, CPU tensors vectorised torch; under TRITON_INTERPRET=1 the kernels run on CPU tensors.
 """
 
+import math
 import os
 from typing import Literal, overload
 
@@ -67,7 +68,7 @@ def mla_decode(
         row_lens: `[B]`, or `[B, q_len]` when each position sees a length of its own (speculative verify); int32 or
             int64; in local rows of this rank. At most `max_pages * page_tokens`: on the CPU more is an error, on a GPU
             (where lengths are not known to the host) it gives NaN in that row's output and LSE.
-        scale: factor on the scores, before the softmax.
+        scale: positive factor on the scores, before the softmax.
         v_head_dim: how many leading values of a row are the value (kv_lora_rank).
         return_lse: also return the LSE.
 
@@ -82,6 +83,8 @@ def mla_decode(
             (on the CPU). Raised before any launch.
     """
     _check_query(q, v_head_dim)
+    if not 0 < scale < math.inf:
+        raise KernelContractError(f"scale: got {scale}, expected a positive number")
     _check_pages(q, kv_pages, page_table)
     _check_lens(q, row_lens)
     if page_table.device.type == "cpu":

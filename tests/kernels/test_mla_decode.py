@@ -198,6 +198,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "q dtype": ({"q": torch.zeros(1, 1, 2, 48, dtype=torch.float64)}, "q: got torch.float64"),
     "q stride": ({"q": torch.zeros(1, 1, 48, 2).transpose(2, 3)}, "q: got shape"),
     "v_head_dim": ({"v_head_dim": 49}, "v_head_dim: got 49, expected 1 to 48"),
+    "scale": ({"scale": 0.0}, "scale: got 0.0, expected a positive number"),
     "kv row": ({"kv_pages": torch.zeros(4, 4, 40)}, "kv_pages: got shape"),
     "kv dtype": ({"kv_pages": torch.zeros(4, 4, 48, dtype=torch.float16)}, "kv_pages: got torch.float16"),
     "kv stride": ({"kv_pages": torch.zeros(4, 48, 4).transpose(1, 2)}, "kv_pages: got strides"),
