@@ -15,6 +15,7 @@ from kvxfer.kernels.combine import check_lse_out, global_lse, known, merge_weigh
 
 _MAX_BLOCK = 512
 _BLOCK_ELEMENTS = 4096
+_NUM_WARPS = 8
 
 
 @jit(do_not_specialize=["rank", "num_rows"])
@@ -154,5 +155,5 @@ def _launch_scale(
         ROWS=rows,
         BLOCK=block,
         BASE_2=lse_base == "2",
-        num_warps=8,
+        num_warps=_NUM_WARPS,
     )

@@ -112,7 +112,7 @@ def launch_combine(
 ) -> None:
     """One launch over `parts` `[N, B, H, D]` and `lses` `[N, B, H]` of any strides; `lse_out` contiguous or None."""
     num_parts, batch, heads, head_dim = parts.shape
-    block = min(next_power_of_2(head_dim), _MAX_BLOCK)
+    block, num_warps = _combine_shape(batch * heads, head_dim)
     _combine_kernel[(batch * heads * ceil_div(head_dim, block),)](
         parts,
         lses,
@@ -129,8 +129,13 @@ def launch_combine(
         BASE_2=lse_base == "2",
         HAS_SCALE=scale is not None,
         RETURN_LSE=lse_out is not None,
-        num_warps=2,
+        num_warps=num_warps,
     )
+
+
+def _combine_shape(num_rows: int, head_dim: int) -> tuple[int, int]:
+    """Columns and warps of a program."""
+    return min(next_power_of_2(head_dim), _MAX_BLOCK), 2
 
 
 def lse_combine(

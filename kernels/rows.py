@@ -148,7 +148,8 @@ def gather_rows(
     num_layers = _check_table("layer_ptrs", layer_ptrs, "rows", rows)
     check_tensor("out", out, shape=[None], dtypes=[torch.uint8])
     check_contiguous("out", out)
-    if out.device != rows.device and not (rows.is_cuda and out.is_pinned()):
+    on_host = out.device.type == "cpu" and rows.is_cuda and out.is_pinned()
+    if out.device != rows.device and not on_host:
         raise KernelContractError(f"out: got device {out.device}, expected {rows.device} or pinned host memory")
     _check_sizes(row_bytes, max_ctas, row_stride=row_stride)
     needed_bytes = num_layers * len(rows) * row_bytes

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 from collections.abc import Iterable
 from types import TracebackType
@@ -70,7 +71,9 @@ os.register_at_fork(after_in_child=_shared.after_fork)
 
 
 class Channel:
-    """One socket. `dropped` counts messages that did not have exactly one frame."""
+    """One socket. `dropped` counts messages without exactly one frame, or from a sender without a proper name."""
+
+    _sender_name: re.Pattern[bytes] | None = None
 
     def __init__(self, kind: int, max_frame_bytes: int) -> None:
         self.dropped = 0
@@ -106,10 +109,13 @@ class Channel:
                         parts.append(part)
             except zmq.Again:
                 return None
-            if num_parts == self._num_envelope_frames + 1:
+            if num_parts == self._num_envelope_frames + 1 and self._is_sender(parts[0]):
                 return (parts[0], parts[1]) if self._num_envelope_frames else (REMOTE, parts[0])
             self.dropped += 1
         return None
+
+    def _is_sender(self, name: bytes) -> bool:
+        return self._sender_name is None or self._sender_name.fullmatch(name) is not None
 
     def send(self, to: bytes, frame: bytes) -> bool:
         """Queue `frame` for `to`: a sender that `receive()` named, or `REMOTE`. Never blocks.
@@ -123,9 +129,9 @@ class Channel:
         try:
             self._socket.send_multipart(parts, zmq.DONTWAIT)
         except zmq.ZMQError as error:
-            if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
-                return False
-            raise
+            if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
+                raise
+            return False
         return True
 
     def readable(self) -> bool:
@@ -139,11 +145,10 @@ class Channel:
 
     def close(self) -> None:
         """Close the socket; what was sent last leaves within the linger time. Calling it again does nothing."""
-        if self._closed or self._pid != os.getpid():
-            return
-        self._closed = True
-        self._socket.close()
-        _shared.release()
+        if not self._closed and self._pid == os.getpid():
+            self._closed = True
+            self._socket.close()
+            _shared.release()
 
     def __enter__(self) -> Self:
         return self
@@ -186,7 +191,13 @@ class WorkerConnection(Channel):
 
 
 class PeerListener(Channel):
-    """Prefill agent's side of the channel between agents. `endpoint` is what peers are told to connect to."""
+    """Prefill agent's side of the channel between agents. `endpoint` is what peers are told to connect to.
+
+    Senders are named by their incarnations. Anything that does not introduce itself so is dropped: ZMQ takes plain
+    text, such as an HTTP request, for the oldest version of its own protocol.
+    """
+
+    _sender_name = re.compile(rb"[0-9a-f]{32}")
 
     def __init__(
         self, host: str, port: int, *, allow_wildcard: bool = False, advertise_host: str | None = None

@@ -139,7 +139,7 @@ class PrefillCore:
             case Credits():
                 leg = self._leg(peer, message.transfer, message.generation)
                 if leg is not None and leg.state is LegState.ACTIVE:
-                    leg.credits.extend(message.slots)
+                    self._life.sender.credit(leg, message.slots, now)
                     self._life.advance(self.transfers[leg.transfer], now)
             case AbortLeg():
                 self._abort_leg(peer, message, now)

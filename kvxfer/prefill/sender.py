@@ -76,6 +76,11 @@ class Sender:
         if leg not in self._turns:
             self._turns.append(leg)
 
+    def credit(self, leg: Leg, dst_slots: tuple[int, ...], now: float) -> None:
+        """The peer lends landing slots to an active leg."""
+        leg.credits.extend(dst_slots)
+        self.write_packed(leg, now)
+
     def pump(self, now: float) -> None:
         """Emit every gather and write that slots and credits allow."""
         for leg in list(self._turns):

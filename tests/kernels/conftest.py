@@ -21,3 +21,11 @@ def ops(request: pytest.FixtureRequest) -> ModuleType:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device(DEVICE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if DEVICE == "cuda":
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and Triton compiled rather than interpreted"))
