@@ -106,13 +106,20 @@ class HandoffListener:
         return events
 
     def release(self, pool: str) -> None:
-        """Hang up on the worker of `pool`: it sees its agent as lost. Does nothing for a pool that is lost."""
+        """Hang up on the worker of `pool`: it sees its agent as lost, so nothing may touch the pool any more.
+
+        Does nothing for a pool whose worker is gone.
+        """
         for connection in list(self._connections.values()):
             if connection.pool == pool:
                 self._drop(connection)
 
     def close(self) -> None:
-        """Hang up on every worker and stop listening. Mapped pools stay with whoever has them."""
+        """Hang up on every worker and stop listening. Mapped pools stay with whoever has them.
+
+        A worker takes the end of its connection as proof that nothing of the agent touches its pool any more: let
+        all actions on pools end first. Calling it again does nothing.
+        """
         for connection in list(self._connections.values()):
             self._drop(connection)
         self._epoll.close()

@@ -6,6 +6,7 @@ import os
 import time
 
 from kvxfer.control.channel import Channel, PeerListener, Selector
+from kvxfer.control.handoff_listener import HandoffListener
 
 INCARNATION = "ab" * 16
 
@@ -26,3 +27,8 @@ def port_of(listener: PeerListener) -> int:
 def num_descriptors() -> int:
     """File descriptors that this process has open."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def wait_readable(item: HandoffListener, timeout_s: float = 5) -> bool:
+    """Whether `item` has something to do within the time."""
+    return bool(Selector([item]).wait(timeout_s))
