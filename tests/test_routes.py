@@ -95,6 +95,15 @@ def test_replicated_rows_come_from_each_source_in_turn() -> None:
     assert senders == [0, 1, 2, 0, 1, 2]
 
 
+def test_replicated_rows_come_from_each_shard_of_each_replica_in_turn() -> None:
+    sources = [layout(Shard(rank, 2), replica=(replica, 2)) for replica, rank in itertools.product(range(2), repeat=2)]
+    senders = []
+    for dst_rank in range(4):
+        routes = routes_to(layout(Shard(dst_rank, 4)), sources, dst_rank)
+        senders += [idx for idx, route in enumerate(routes) if route.active and route.sends_replicated]
+    assert senders == [0, 2, 1, 3]
+
+
 @pytest.mark.parametrize("missing", range(4))
 @pytest.mark.parametrize("dst_shard", [Shard(), Shard(2, 4), Shard(1, 3, 8)])
 def test_a_missing_or_doubled_source(dst_shard: Shard, missing: int) -> None:
@@ -119,10 +128,17 @@ def test_messages_name_got_and_expected() -> None:
     message = r"group 'draft', layers \[0, 4\): got 100 rows from all sources, expected 50 \(2 sources"
     with pytest.raises(PairingError, match=message):
         check_complete(routes_to(layout(Shard()), half * 2), layout(Shard()), draft_only, ((),) * 3)
+    with pytest.raises(PairingError, match=r"got 44 rows .* expected 45: token 5 comes from 0 sources"):
+        check_complete(routes_to(layout(Shard()), half * 2), layout(Shard()), WANTED, ((),) * 3)
     state_only = (TokenRange(0, 0), TokenRange(0, 0), TokenRange(0, 1))
     message = r"group 'state', layers \[0, 4\), state part 'ssm': got 60 bytes .* expected bytes \[0, 120\) exactly"
     with pytest.raises(PairingError, match=message):
         check_complete(routes_to(layout(Shard()), half), layout(Shard()), state_only, ((),) * 3)
+    split_only = (GroupSpec("state", Placement.STATE, 4, parts=STATE.parts[1:]),)
+    twice = [layout(Shard(0, 2), split_only)] * 2
+    whole = layout(Shard(), split_only)
+    with pytest.raises(PairingError, match=r"part 'ssm': got 120 bytes .* expected bytes \[0, 120\) exactly once"):
+        check_complete(routes_to(whole, twice), whole, (TokenRange(0, 1),), ((),))
 
 
 def test_sources_of_mixed_layouts() -> None:

@@ -53,8 +53,8 @@ class Transfer:
 
 
 def move(src: Worker, src_pool: np.ndarray, dst: Worker, route: Route, transfer: Transfer) -> int:
-    """Gather and scatter all that one source owes; returns the rows moved."""
-    num_rows = 0
+    """Gather and scatter all that one source owes; returns the bytes moved."""
+    num_moved_bytes = 0
     dst_tables = tuple(dst.table(group.dst_idx, transfer.wanted[group.dst_idx]) for group in route.groups)
     for submit in transfer.submits:
         plan = plan_chunk(route, submit.ranges, transfer.wanted, transfer.have, submit.layers, transfer.segment_bytes)
@@ -80,8 +80,8 @@ def move(src: Worker, src_pool: np.ndarray, dst: Worker, route: Route, transfer:
             assert scatter_segment(dst.pool, plan, dst_addresses, segment_idx, slot) == num_bytes
         assert count_runs(plan, src_addresses) == num_runs
         check_segments(plan, transfer.segment_bytes)
-        num_rows += plan.num_rows
-    return num_rows
+        num_moved_bytes += plan.num_bytes
+    return num_moved_bytes
 
 
 def check_segments(plan: ChunkPlan, segment_bytes: int) -> None:
@@ -105,13 +105,14 @@ def check_segments(plan: ChunkPlan, segment_bytes: int) -> None:
 
 
 def run(sources: list[Worker], dests: list[Worker], transfer: Transfer) -> None:
-    src_pools = [fill(src) for src in sources]
+    src_pools = [fill(src)[0] for src in sources]
     for dst_rank, dst in enumerate(dests):
-        expected = fill(dst, transfer.have)
+        expected, num_owed_bytes = fill(dst, transfer.have)
         routes = [match_layouts(src.layout, dst.layout, dst_rank, len(dests)) for src in sources]
         check_complete(routes, dst.layout, transfer.wanted, transfer.have)
-        for src, src_pool, route in zip(sources, src_pools, routes, strict=True):
-            move(src, src_pool, dst, route, transfer)
+        legs = zip(sources, src_pools, routes, strict=True)
+        num_moved_bytes = sum(move(src, src_pool, dst, route, transfer) for src, src_pool, route in legs)
+        assert num_moved_bytes == num_owed_bytes  # once each: a row that came twice would look right, too
         np.testing.assert_array_equal(dst.pool, expected)
     for src in sources:
         assert (src.pool == POISON).all()

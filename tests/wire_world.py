@@ -170,9 +170,12 @@ def _digest(key: str, num_bytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(hashlib.shake_128(key.encode()).digest(num_bytes), dtype=np.uint8)
 
 
-def fill(worker: Worker, have: tuple[tuple[TokenRange, ...], ...] | None = None) -> npt.NDArray[np.uint8]:
-    """A copy of the worker's pool in which every row of its ranges, without those in `have`, holds its value."""
-    pool = worker.pool.copy()
+def fill(worker: Worker, have: tuple[tuple[TokenRange, ...], ...] | None = None) -> tuple[npt.NDArray[np.uint8], int]:
+    """A copy of the worker's pool in which every row of its ranges, without those in `have`, holds its value.
+
+    Also the bytes of all these rows.
+    """
+    pool, num_bytes = worker.pool.copy(), 0
     for group_idx, group in enumerate(worker.layout.groups):
         held = have[group_idx] if have is not None else ()
         for layer in range(group.layers.first, group.layers.end):
@@ -184,4 +187,5 @@ def fill(worker: Worker, have: tuple[tuple[TokenRange, ...], ...] | None = None)
                 else:
                     value = row_value(group, layer, token)
                 pool[address : address + group.row_bytes] = value
-    return pool
+                num_bytes += group.row_bytes
+    return pool, num_bytes
