@@ -9,6 +9,7 @@ import pytest
 
 from kvxfer.control.handoff_listener import HandoffListener
 from kvxfer.memory import HostMemory
+from tests.control.core_agent import Agent
 from tests.control.pools import POOL_BYTES
 from tests.control.waiting import num_descriptors
 
@@ -28,3 +29,9 @@ def listener(tmp_path: Path) -> Iterator[HandoffListener]:
     listener.close()
     assert num_descriptors() == before
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def agent() -> Agent:
+    """The other end of a fresh client core."""
+    return Agent()
