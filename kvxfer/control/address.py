@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
 import socket
@@ -64,3 +65,12 @@ def _is_numeric(address: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def bind_error(host: str, port: int, number: int | None, text: str) -> ConfigError:
+    """What to tell about a bind that failed with the error `number`, which the system words as `text`."""
+    if number == errno.EADDRINUSE:
+        return ConfigError(f"port: {port} on {host!r} is taken: choose another, or 0 for any free one")
+    if number in (errno.EADDRNOTAVAIL, errno.ENODEV):
+        return ConfigError(f"host: got {host!r}, expected an address of this machine")
+    return ConfigError(f"host: cannot listen on {host!r} port {port}: {text}")

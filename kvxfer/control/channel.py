@@ -19,10 +19,10 @@ from typing import Protocol, Self
 
 import zmq
 
-from kvxfer.control.address import check_endpoint, format_endpoint, is_wildcard, resolve
+from kvxfer.control.address import bind_error, check_endpoint, format_endpoint, is_wildcard, resolve
 from kvxfer.control.codec import MAX_FRAME_BYTES
 from kvxfer.control.socket_dir import CONTROL_SOCKET, SocketClaim, group_only_umask, socket_path
-from kvxfer.errors import ConfigError, ProtocolError
+from kvxfer.errors import ConfigError, ControlError, ProtocolError
 
 MAX_PEER_FRAME_BYTES = 8 << 20
 """Frames between agents are smaller than a worker's: no page list ever leaves its side."""
@@ -43,15 +43,20 @@ class _SharedContext:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._num_users = 0
 
-    def acquire(self) -> zmq.Context[zmq.Socket[bytes]]:
+    def open_socket(self, kind: int) -> zmq.Socket[bytes]:
+        """A new socket; `close_socket` it. Raises `ControlError` where the process has no descriptor left."""
         with self._lock:
-            if self._context is None:
-                self._context = zmq.Context()
+            try:
+                self._context = self._context or zmq.Context()
+                opened = self._context.socket(kind)
+            except zmq.ZMQError as error:
+                raise ControlError(f"cannot open a channel: {error.strerror}") from error
             self._num_users += 1
-            return self._context
+            return opened
 
-    def release(self) -> None:
+    def close_socket(self, opened: zmq.Socket[bytes]) -> None:
         with self._lock:
+            opened.close()
             self._num_users -= 1
             if self._num_users == 0 and self._context is not None:
                 # Waits for what still leaves closed sockets, at most their linger time.
@@ -80,7 +85,7 @@ class Channel:
         self._max_frame_bytes = max_frame_bytes
         self._num_envelope_frames = 1 if kind == zmq.ROUTER else 0
         self._closed = False
-        self._socket = _shared.acquire().socket(kind)
+        self._socket = _shared.open_socket(kind)
         self._set_options()
 
     def _set_options(self) -> None:
@@ -146,8 +151,7 @@ class Channel:
         """Close the socket; what was sent last leaves within the linger time. Calling it again does nothing."""
         if not self._closed and self._pid == os.getpid():
             self._closed = True
-            self._socket.close()
-            _shared.release()
+            _shared.close_socket(self._socket)
 
     def __enter__(self) -> Self:
         return self
@@ -163,8 +167,12 @@ class WorkerListener(Channel):
 
     def __init__(self, socket_dir: str | os.PathLike[str]) -> None:
         """Claim the directory and listen. Raises `ConfigError` where another agent has it or it cannot be used."""
-        self._claim = SocketClaim(socket_dir, CONTROL_SOCKET, "lock")
         super().__init__(zmq.ROUTER, MAX_FRAME_BYTES)
+        try:
+            self._claim = SocketClaim(socket_dir, CONTROL_SOCKET, "lock")
+        except BaseException:
+            super().close()
+            raise
         try:
             with group_only_umask():
                 self._socket.bind(f"ipc://{self._claim.path}")
@@ -224,7 +232,7 @@ class PeerListener(Channel):
             self._socket.bind(format_endpoint(address, port))
         except zmq.ZMQError as error:
             self.close()
-            raise _bind_error(host, port, error) from error
+            raise bind_error(host, port, error.errno, error.strerror) from error
         bound_port = int(str(self._socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0").rpartition(":")[2])
         self.endpoint = format_endpoint(advertised, bound_port)
 
@@ -290,11 +298,3 @@ def _poll_key(item: Channel | HasFileno | int) -> int | zmq.Socket[bytes]:
     if isinstance(item, Channel):
         return item._socket
     return item if isinstance(item, int) else item.fileno()
-
-
-def _bind_error(host: str, port: int, error: zmq.ZMQError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"port: {port} on {host!r} is taken: choose another, or 0 for any free one")
-    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return ConfigError(f"host: got {host!r}, expected an address of this machine")
-    return ConfigError(f"host: cannot listen on {host!r} port {port}: {error.strerror}")

@@ -16,7 +16,11 @@ class AgentLink:
         """Connect the channel; take over `handoff`."""
         self.core = ClientCore()
         self.handoff = handoff
-        self.channel = WorkerConnection(socket_dir)
+        try:
+            self.channel = WorkerConnection(socket_dir)
+        except BaseException:
+            handoff.close()
+            raise
 
     def flush(self) -> None:
         """Send what the core wants sent, as far as the agent takes it; the rest goes another time."""

@@ -35,3 +35,12 @@ def listener(tmp_path: Path) -> Iterator[HandoffListener]:
 def agent() -> Agent:
     """The other end of a fresh client core."""
     return Agent()
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    """No descriptor and no file may be left by any test here."""
+    before = num_descriptors()
+    yield
+    assert num_descriptors() == before
+    assert list(tmp_path.iterdir()) == []

@@ -35,6 +35,11 @@ def event(transfer: str, kind: EventKind = EventKind.SENT, reason: Reason | None
     return TransferEvent(transfer=transfer, event=kind, reason=reason)
 
 
+def landed(transfer: str) -> TransferEvent:
+    """The event of a transfer that came with some bytes."""
+    return TransferEvent(transfer=transfer, event=EventKind.LANDED, aux=(b"token",))
+
+
 class Agent:
     """The other end of a core."""
 

@@ -159,13 +159,13 @@ def _decode_or_refuse(frame: bytes) -> None:
     assert encode(*decode(again)) == again  # as bytes: a float may be NaN
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes(data: bytes) -> None:
     _decode_or_refuse(data)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.sampled_from(sorted(FRAMES)), st.data())
 def test_spoiled_bytes(kind: str, data: st.DataObject) -> None:
     frame = bytearray(FRAMES[kind])
@@ -193,7 +193,7 @@ JSON_LIKE = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.sampled_from(sorted(FRAMES)), st.data())
 def test_wrong_types_anywhere(kind: str, data: st.DataObject) -> None:
     """One place of a good frame, at any depth, gets another value."""
@@ -210,7 +210,7 @@ def test_wrong_types_anywhere(kind: str, data: st.DataObject) -> None:
     _decode_or_refuse(msgpack.packb(envelope))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(max_size=60) | st.binary(max_size=60).map(lambda raw: raw.decode("latin-1")))
 def test_text_that_is_no_ticket(text: str) -> None:
     with pytest.raises(ProtocolError, match=r"^ticket: "):
