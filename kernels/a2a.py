@@ -33,6 +33,10 @@ from kvxfer.kernels._launch import (
 )
 from kvxfer.kernels.combine import check_lse_out, launch_combine
 
+# Rows and warps of a packing program: few, so that a batch of one still spreads over many multiprocessors.
+_ROWS = 4
+_NUM_WARPS = 1
+
 
 @dataclass(frozen=True, slots=True)
 class A2ALayout:
@@ -226,9 +230,8 @@ def _launch_pack(
     if words_per_stride > 0:
         stride_b, stride_h = stride_b // words_per_stride, stride_h // words_per_stride
     num_rows = layout.batch * layout.heads
-    rows, num_warps = _pack_shape(num_rows)
     row_lanes = layout.row_bytes // min(word_bytes, 8)
-    _pack_kernel[(ceil_div(num_rows, rows),)](
+    _pack_kernel[(ceil_div(num_rows, _ROWS),)](
         out if layout.dtype not in FP8_DTYPES else out.view(torch.uint8),
         lse,
         send,
@@ -245,18 +248,11 @@ def _launch_pack(
         HEADS_PER_RANK=layout.heads_per_rank,
         ROW_WORDS=layout.row_bytes // word_bytes,
         WORD=word_bytes,
-        ROWS=rows,
+        ROWS=_ROWS,
         BLOCK=min(next_power_of_2(row_lanes), 512),
         HAS_LENS=row_lens is not None,
-        num_warps=num_warps,
+        num_warps=_NUM_WARPS,
     )
-
-
-def _pack_shape(num_rows: int) -> tuple[int, int]:
-    """Rows and warps of a program: small batches spread over the multiprocessors, large ones keep loads in flight."""
-    if num_rows <= 1024:
-        return 1, 2
-    return 8, 4
 
 
 def unpack_combine(

@@ -14,8 +14,8 @@ from kvxfer.kernels._launch import ceil_div, jit, next_power_of_2, runs_triton, 
 from kvxfer.kernels.combine import check_lse_out, global_lse, known, merge_weight
 
 _MAX_BLOCK = 512
-_BLOCK_ELEMENTS = 4096
-_NUM_WARPS = 8
+_BLOCK_ELEMENTS = 1024
+_NUM_WARPS = 2
 
 
 @jit(do_not_specialize=["rank", "num_rows"])

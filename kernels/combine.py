@@ -22,6 +22,7 @@ from kvxfer.kernels._contract import (
 from kvxfer.kernels._launch import ceil_div, jit, next_power_of_2, runs_triton, tl
 
 _MAX_BLOCK = 512
+_FEW_ROWS = 512
 
 
 @jit
@@ -112,7 +113,7 @@ def launch_combine(
 ) -> None:
     """One launch over `parts` `[N, B, H, D]` and `lses` `[N, B, H]` of any strides; `lse_out` contiguous or None."""
     num_parts, batch, heads, head_dim = parts.shape
-    block, num_warps = _combine_shape(batch * heads, head_dim)
+    block = min(next_power_of_2(head_dim), _MAX_BLOCK)
     _combine_kernel[(batch * heads * ceil_div(head_dim, block),)](
         parts,
         lses,
@@ -129,13 +130,9 @@ def launch_combine(
         BASE_2=lse_base == "2",
         HAS_SCALE=scale is not None,
         RETURN_LSE=lse_out is not None,
-        num_warps=num_warps,
+        # Few rows: more threads a row, for the shortest time. Many: fewer, so that more rows are in flight.
+        num_warps=4 if batch * heads <= _FEW_ROWS else 2,
     )
-
-
-def _combine_shape(num_rows: int, head_dim: int) -> tuple[int, int]:
-    """Columns and warps of a program."""
-    return min(next_power_of_2(head_dim), _MAX_BLOCK), 2
 
 
 def lse_combine(

@@ -15,8 +15,8 @@ from kvxfer.kernels._contract import check_contiguous, check_tensor
 from kvxfer.kernels._launch import MAX_GRID, ceil_div, jit, runs_triton, tl, widest_word_bytes
 
 # Words in flight for one program, and its warps: 4 words of 16 bytes a thread.
-_BLOCK_WORDS = 512
-_NUM_WARPS = 4
+_BLOCK_WORDS = 256
+_NUM_WARPS = 2
 
 
 @jit
