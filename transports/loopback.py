@@ -87,6 +87,7 @@ class _Write:
     write_id: int
     peer: LoopbackPeer
     entries: Entries
+    held_by_fault: bool = False
     reported: bool = False
 
 
@@ -156,7 +157,7 @@ class LoopbackTransport:
         if dropped is None:
             return
         with self._moving:
-            self._end_all(Outcome.FAILED, "the peer was dropped", dropped)
+            self._end_all("the peer was dropped", dropped)
             dropped.close()
 
     def submit_write(self, peer: str, batch: WriteBatch) -> int:
@@ -181,16 +182,17 @@ class LoopbackTransport:
         return "shared memory"
 
     def rotate(self) -> None:
+        """End the writes that a fault holds; the others had not begun and go on."""
         with self._moving:
-            self._end_all(Outcome.UNKNOWN, "the transport was rotated before the write had ended")
-            self._wire_free_at_s = 0.0
+            for write in [write for write in self._writes.values() if write.held_by_fault]:
+                self._finish(write, Outcome.UNKNOWN, "the transport was rotated before the write had ended")
             self.counters.num_rotations += 1
 
     def close(self) -> None:
         if self._closed:
             return
         with self._moving:
-            self._end_all(Outcome.FAILED, "the transport was closed")
+            self._end_all("the transport was closed")
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -204,6 +206,7 @@ class LoopbackTransport:
         """Draw the write's fate and put what follows from it on the schedule. `_changed` is held."""
         delay_s = self._random.choice(self._faults.delays_s)
         fate = self._draw_fate()
+        write.held_by_fault = fate in ("drop", "late") or delay_s > 0.0
         now_s = time.monotonic()
         if fate == "drop":
             return
@@ -278,6 +281,6 @@ class LoopbackTransport:
         self.counters.count(outcome, write.entries.num_entries, write.entries.num_bytes)
         self._completions.put(Completion(write.write_id, outcome, detail))
 
-    def _end_all(self, outcome: Outcome, detail: str, peer: LoopbackPeer | None = None) -> None:
+    def _end_all(self, detail: str, peer: LoopbackPeer | None = None) -> None:
         for write in [write for write in self._writes.values() if peer is None or write.peer is peer]:
-            self._finish(write, outcome, detail)
+            self._finish(write, Outcome.FAILED, detail)

@@ -36,6 +36,7 @@ class Peer:
         self.options = options
         self.memory = HostMemory.attach(fd, num_bytes)
         self.region = Region(self.memory.address, num_bytes, self.memory.fd)
+        self.before = self.resources()
         self.open()
 
     def open(self) -> None:
@@ -61,16 +62,12 @@ class Peer:
     def path(self, peer: str) -> str:
         return self.transport.path(peer)
 
-    def write(
-        self, peer: str, entries: list[list[int]], region: list[int] | None = None, src: int | None = None
-    ) -> int:
-        """Submit one batch; source offsets count from this side's memory, or from the address `src`."""
+    def write(self, peer: str, entries: list[list[int]], region: list[int] | None = None) -> int:
+        """Submit one batch; source offsets count from the start of this side's memory."""
         columns = np.array(entries, dtype=object).reshape(-1, 3)
-        base = self.memory.address if src is None else src
         target = RegionDescriptor(*(region or (self.descriptor.region_id, self.memory.num_bytes)))
-        batch = WriteBatch(
-            target, _words(self.memory.address + columns[:, 0]), _words(columns[:, 1]), _words(columns[:, 2])
-        )
+        src_addresses = _words(self.memory.address + columns[:, 0])
+        batch = WriteBatch(target, src_addresses, _words(columns[:, 1]), _words(columns[:, 2]))
         return self.transport.submit_write(peer, batch)
 
     def write_strided(self, peer: str, shape: list[int]) -> int:
@@ -111,6 +108,12 @@ class Peer:
     def close(self) -> None:
         self.transport.close()
         self.transport.close()
+
+    def close_and_count(self) -> dict[str, int]:
+        """What this process holds after its transport was closed, beyond what it held before it made one."""
+        self.transport.close()
+        held = self.resources()
+        return {key: held[key] - self.before[key] for key in held}
 
     def resources(self) -> dict[str, int]:
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])

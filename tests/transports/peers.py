@@ -45,8 +45,13 @@ class PeerProcess:
     `finish()` ends the process, leaving the `with` block does so by all means and frees the memory."""
 
     def __init__(
-        self, engine: Engine, num_bytes: int = 1 << 22, options: dict[str, object] | None = None, **environment: str
+        self,
+        engine: Engine,
+        num_bytes: int = 1 << 22,
+        options: dict[str, object] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
+        self.engine = engine
         self.memory = HostMemory.create(num_bytes, "peer")
         self.memory.array[:] = POISON
         self.incarnation = uuid.uuid4().hex
@@ -62,7 +67,7 @@ class PeerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=(self.memory.fd,),
-            env={**os.environ, **dict(engine.environment), **environment},
+            env={**os.environ, **dict(engine.environment), **(environment or {})},
         )
 
     @property

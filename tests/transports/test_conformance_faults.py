@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
+from collections.abc import Iterator
 
 import pytest
 
+from tests.transports.conftest import FAULT_ENGINES
 from tests.transports.peers import POISON, Engine, PeerError, PeerProcess, assert_same_bytes, copied
 
 _MIB = 1 << 20
+Lasting = tuple[PeerProcess, PeerProcess]
+
 _BYTES = 16 * _MIB
 _BATCHES = [[[i * _MIB, i * _MIB, _MIB]] for i in range(8)]  # the first half; the second is nobody's target
 _HALF = 8 * _MIB
@@ -33,7 +39,35 @@ def _connect(writer: PeerProcess, *targets: PeerProcess) -> None:
         target.bytes[_HALF] = POISON
 
 
-def test_a_killed_target_ends_its_writes_and_harms_no_other(engine: Engine) -> None:
+def _stop_in_mid_transfer(writer: PeerProcess, target: PeerProcess) -> None:
+    """Stop `writer`, whose memory is all 1, once its first byte has landed; its reply to `write_many` is due."""
+    writer.send("write_many", peer=target.incarnation, batches=_BATCHES)
+    give_up_s = time.monotonic() + 10
+    while target.bytes[0] != 1 and time.monotonic() < give_up_s:
+        time.sleep(0.0001)
+    writer.stop()
+    assert target.bytes[0] == 1
+
+
+@pytest.fixture(scope="module", params=FAULT_ENGINES)
+def lasting_pair(request: pytest.FixtureRequest) -> Iterator[Lasting]:
+    engine: Engine = request.param
+    with PeerProcess(engine, _BYTES) as writer, PeerProcess(engine, _BYTES) as target:
+        yield writer, target
+        assert (writer.finish(), target.finish()) == (0, 0)
+
+
+@pytest.fixture
+def lasting(lasting_pair: Lasting) -> Lasting:
+    """(writer, target) for tests that leave both alive: connected, and nothing in the target's memory but poison."""
+    writer, target = lasting_pair
+    _connect(writer, target)
+    writer.bytes[:] = 1
+    target.bytes[:] = POISON
+    return lasting_pair
+
+
+def test_a_target_that_is_stopped_and_then_killed_harms_no_other(engine: Engine) -> None:
     with (
         PeerProcess(engine, _BYTES) as writer,
         PeerProcess(engine, _BYTES) as victim,
@@ -41,14 +75,19 @@ def test_a_killed_target_ends_its_writes_and_harms_no_other(engine: Engine) -> N
     ):
         _connect(writer, victim, healthy)
         writer.bytes[:] = 1
-        lost = _write_all(writer, victim)
-        victim.kill()
-        lost += _write_all(writer, victim)
+        victim.stop()
+        held = _write_all(writer, victim)
         kept = _write_all(writer, healthy)
-        ended = writer.outcomes(24, timeout_s=20)
-        assert {ended.pop(write_id) for write_id in kept} == {"done"}
-        assert set(ended) == set(lost)
-        assert all(ended[write_id] != "done" for write_id in lost[8:])
+        ended = writer.outcomes(8 if _is_stream(engine) else 16, timeout_s=1.5)
+        assert [ended[write_id] for write_id in kept] == ["done"] * 8
+        victim.kill()
+        lost = _write_all(writer, victim)
+        kept += _write_all(writer, healthy)
+        ended |= writer.outcomes(32 - len(ended), timeout_s=20)
+        assert [ended[write_id] for write_id in kept] == ["done"] * 16
+        if _is_stream(engine):
+            lost += held
+        assert all(ended[write_id] in ("failed", "unknown") for write_id in lost)
         if writer.call("facts")["failed_write_stops"]:
             assert "unknown" not in ended.values()
         assert (healthy.bytes[:_HALF] == 1).all()
@@ -72,149 +111,128 @@ def test_a_killed_writer_leaves_a_target_that_works(engine: Engine) -> None:
         assert (successor.finish(), target.finish()) == (0, 0)
 
 
-def test_nothing_of_a_write_is_read_or_lands_after_rotate_though_the_target_was_stopped(engine: Engine) -> None:
-    with PeerProcess(engine, _BYTES) as writer, PeerProcess(engine, _BYTES) as target:
-        _connect(writer, target)
-        writer.bytes[:] = 1
-        target.stop()
-        write_ids = _write_all(writer, target)
-        ended = writer.outcomes(8, timeout_s=0.7)
-        assert bool(set(write_ids) - set(ended)) == _is_stream(engine)
-        started_s = time.monotonic()
-        writer.call("rotate")
-        assert time.monotonic() - started_s < 5
-        late = writer.outcomes(8 - len(ended), timeout_s=1)
-        assert set(ended) | set(late) == set(write_ids)
-        assert "done" not in late.values()
-        writer.bytes[:] = 2
-        target.go_on()
-        time.sleep(1)
-        assert not (target.bytes == 2).any()
-        assert (target.bytes[_HALF:] == POISON).all()
-        writer.call("write", peer=target.incarnation, entries=[[0, _HALF, _HALF]])
-        assert set(writer.outcomes(1).values()) == {"done"}
-        assert (target.bytes[_HALF:] == 2).all()
-        assert (writer.finish(), target.finish()) == (0, 0)
+def test_nothing_of_a_write_is_read_or_lands_after_rotate_though_the_target_was_stopped(lasting: Lasting) -> None:
+    writer, target = lasting
+    writer.bytes[:] = 1
+    target.stop()
+    write_ids = _write_all(writer, target)
+    ended = writer.outcomes(8, timeout_s=0.7)
+    assert bool(set(write_ids) - set(ended)) == _is_stream(writer.engine)
+    started_s = time.monotonic()
+    writer.call("rotate")
+    assert time.monotonic() - started_s < 5
+    late = writer.outcomes(8 - len(ended), timeout_s=1)
+    assert set(ended) | set(late) == set(write_ids)
+    assert "done" not in late.values()
+    writer.bytes[:] = 2
+    target.go_on()
+    time.sleep(1)
+    assert not (target.bytes == 2).any()
+    assert (target.bytes[_HALF:] == POISON).all()
+    writer.call("write", peer=target.incarnation, entries=[[0, _HALF, _HALF]])
+    assert set(writer.outcomes(1).values()) == {"done"}
+    assert (target.bytes[_HALF:] == 2).all()
 
 
-def test_a_target_stopped_for_a_while_holds_up_no_other(engine: Engine) -> None:
-    with (
-        PeerProcess(engine, _BYTES) as writer,
-        PeerProcess(engine, _BYTES) as sleeper,
-        PeerProcess(engine, _BYTES) as healthy,
-    ):
-        _connect(writer, sleeper, healthy)
-        sleeper.stop()
-        slow = _write_all(writer, sleeper)
-        fast = _write_all(writer, healthy)
-        ended = writer.outcomes(8 if _is_stream(engine) else 16, timeout_s=1.5)
-        assert [ended[write_id] for write_id in fast] == ["done"] * 8
-        sleeper.go_on()
-        ended |= writer.outcomes(16 - len(ended))
-        assert set(ended) == set(slow) | set(fast)
-        assert (sleeper.bytes[_HALF:] == POISON).all()
-        assert (writer.finish(), sleeper.finish(), healthy.finish()) == (0, 0, 0)
+def test_a_writer_stopped_in_mid_transfer_finishes_it_later(lasting: Lasting) -> None:
+    writer, target = lasting
+    writer.bytes[:] = 1
+    _stop_in_mid_transfer(writer, target)
+    time.sleep(0.5)
+    writer.go_on()
+    assert set(writer.outcomes(8).values() if writer.reply() else ()) == {"done"}
+    assert (target.bytes[:_HALF] == 1).all()
+    assert (target.bytes[_HALF:] == POISON).all()
 
 
-def test_a_writer_stopped_in_mid_transfer_finishes_it_later(engine: Engine) -> None:
-    with PeerProcess(engine, _BYTES) as writer, PeerProcess(engine, _BYTES) as target:
-        _connect(writer, target)
-        writer.bytes[:] = 1
-        writer.send("write_many", peer=target.incarnation, batches=_BATCHES)
-        time.sleep(0.004)
-        writer.stop()
-        time.sleep(0.5)
-        writer.go_on()
-        assert set(writer.outcomes(8).values() if writer.reply() else ()) == {"done"}
-        assert (target.bytes[:_HALF] == 1).all()
-        assert (target.bytes[_HALF:] == POISON).all()
-        assert (writer.finish(), target.finish()) == (0, 0)
+def test_what_a_stopped_writer_can_do_to_a_target_that_rotated_is_what_the_limits_say(lasting: Lasting) -> None:
+    writer, target = lasting
+    writer.bytes[:] = 1
+    _stop_in_mid_transfer(writer, target)
+    target.call("rotate")
+    target.bytes[:] = POISON
+    writer.go_on()
+    writer.reply()
+    writer.outcomes(8, timeout_s=6)
+    time.sleep(0.3)
+    if target.call("facts")["rotate_stops_peer_writes"]:
+        assert (target.bytes == POISON).all()
+    # Whatever an engine cannot prevent stays within what the writer was given.
+    assert (target.bytes[_HALF:] == POISON).all()
+    writer.knows(target)
+    writer.call("write", peer=target.incarnation, entries=[[0, _HALF, _HALF]])
+    assert set(writer.outcomes(1).values()) == {"done"}
+    assert (target.bytes[_HALF:] == 1).all()
 
 
-def test_what_a_stopped_writer_can_do_to_a_target_that_rotated_is_what_the_limits_say(engine: Engine) -> None:
-    with PeerProcess(engine, _BYTES) as writer, PeerProcess(engine, _BYTES) as target:
-        _connect(writer, target)
-        writer.bytes[:] = 1
-        writer.send("write_many", peer=target.incarnation, batches=_BATCHES)
-        time.sleep(0.004)
-        writer.stop()
-        target.call("rotate")
-        target.bytes[:] = POISON
-        writer.go_on()
-        writer.reply()
-        writer.outcomes(8, timeout_s=6)
-        time.sleep(0.3)
-        if target.call("facts")["rotate_stops_peer_writes"]:
-            assert (target.bytes == POISON).all()
-        # Whatever an engine cannot prevent stays within what the writer was given.
-        assert (target.bytes[_HALF:] == POISON).all()
-        writer.knows(target)
-        writer.call("write", peer=target.incarnation, entries=[[0, _HALF, _HALF]])
-        assert set(writer.outcomes(1).values()) == {"done"}
-        assert (target.bytes[_HALF:] == 1).all()
-        assert (writer.finish(), target.finish()) == (0, 0)
-
-
-def test_a_rotation_costs_healthy_peers_no_write(engine: Engine) -> None:
-    with PeerProcess(engine, _BYTES) as writer, PeerProcess(engine, _BYTES) as target:
-        _connect(writer, target)
-        writer.bytes[:] = 1
-        write_ids = []
-        for _ in range(2):
-            write_ids += _write_all(writer, target)
-            writer.call("rotate")
+def test_a_rotation_costs_healthy_peers_no_write(lasting: Lasting) -> None:
+    writer, target = lasting
+    writer.bytes[:] = 1
+    write_ids = []
+    for _ in range(2):
         write_ids += _write_all(writer, target)
-        ended = writer.outcomes(24)
-        assert set(ended) == set(write_ids)
-        # What was under way may need to be sent again, once; what was queued goes out through the new object.
-        assert sorted(ended.values()).count("done") >= 22
-        assert (target.bytes[:_HALF] == 1).all()
-        assert (target.bytes[_HALF:] == POISON).all()
-        assert (writer.finish(), target.finish()) == (0, 0)
+        writer.call("rotate")
+    write_ids += _write_all(writer, target)
+    ended = writer.outcomes(24)
+    assert set(ended) == set(write_ids)
+    # What was under way may need to be sent again, once; what was queued goes out through the new object.
+    assert list(ended.values()).count("done") >= 22
+    assert (target.bytes[:_HALF] == 1).all()
+    assert (target.bytes[_HALF:] == POISON).all()
 
 
-def test_writes_to_a_dropped_peer_end_at_once_and_never_as_done(engine: Engine) -> None:
-    with PeerProcess(engine, _BYTES) as writer, PeerProcess(engine, _BYTES) as target:
-        _connect(writer, target)
-        target.stop()
-        write_ids = _write_all(writer, target)
-        before = writer.outcomes(8, timeout_s=0.2)
-        writer.call("drop_peer", peer=target.incarnation)
-        late = writer.outcomes(8 - len(before), timeout_s=1)
-        assert set(before) | set(late) == set(write_ids)
-        assert "done" not in late.values()
-        with pytest.raises(PeerError, match="PeerLostError"):
-            writer.call("write", peer=target.incarnation, entries=[[0, 0, 1]])
-        target.go_on()
-        _connect(writer, target)
-        assert writer.finish() == 0
-        assert target.finish() == 0
+def test_writes_to_a_dropped_peer_end_at_once_and_never_as_done(lasting: Lasting) -> None:
+    writer, target = lasting
+    target.stop()
+    write_ids = _write_all(writer, target)
+    before = writer.outcomes(8, timeout_s=0.2)
+    writer.call("drop_peer", peer=target.incarnation)
+    late = writer.outcomes(8 - len(before), timeout_s=1)
+    assert set(before) | set(late) == set(write_ids)
+    assert "done" not in late.values()
+    with pytest.raises(PeerError, match="PeerLostError"):
+        writer.call("write", peer=target.incarnation, entries=[[0, 0, 1]])
+    target.go_on()
+    _connect(writer, target)
+
+
+def _fails(writer: PeerProcess, metadata: str) -> bool:
+    """Whether what `metadata` describes cannot be written to."""
+    try:
+        writer.call("add_peer", peer="stale", metadata=metadata)
+    except PeerError as error:
+        return error.kind == "PeerLostError"
+    writer.call("write", peer="stale", entries=[[0, 0, 8]])
+    return set(writer.outcomes(1).values()) <= {"failed", "unknown"}
 
 
 def test_a_restarted_target_is_a_new_peer_under_the_same_name(engine: Engine) -> None:
-    # Only Mooncake has ports of its own that a successor could inherit.
-    ports = {"MC_MIN_RPC_PORT": "21950", "MC_MAX_RPC_PORT": "21951"} if engine.transport == "mooncake" else {}
-    with PeerProcess(engine, _BYTES) as writer, PeerProcess(engine, _BYTES) as healthy:
+    with contextlib.ExitStack() as held:
+        writer = held.enter_context(PeerProcess(engine, _BYTES))
+        healthy = held.enter_context(PeerProcess(engine, _BYTES))
+        # Mooncake takes two of these three ports; with the first one held, the successor inherits both.
+        taken = held.enter_context(socket.create_server(("0.0.0.0", 0)))
+        first_port = taken.getsockname()[1]
+        ports = {"MC_MIN_RPC_PORT": str(first_port), "MC_MAX_RPC_PORT": str(first_port + 2)}
         _connect(writer, healthy)
-        for _ in range(2):
-            with PeerProcess(engine, _BYTES, **ports) as target:
-                writer.knows(target, "decode-3")
-                writer.call("write", peer="decode-3", entries=[[0, 0, _HALF]])
-                assert set(writer.outcomes(1).values()) == {"done"}
-                assert_same_bytes(target.bytes[:_HALF], writer.bytes[:_HALF])
-                stale = target.call("metadata")
-                target.kill()
-                writer.call("write", peer="decode-3", entries=[[0, 0, _HALF]])
-                assert set(writer.outcomes(1).values()) <= {"failed", "unknown"}
-        with PeerProcess(engine, _BYTES, **ports) as target:
-            with pytest.raises(PeerError, match=r"PeerLostError: .* decode-3"):
-                writer.call("add_peer", peer="decode-3", metadata=stale)
-                writer.call("write", peer="decode-3", entries=[[0, 0, 8]])
-                assert "done" not in writer.outcomes(1).values()
-                writer.call("drop_peer", peer="decode-3")
-                writer.call("write", peer="decode-3", entries=[[0, 0, 8]])
+        with PeerProcess(engine, _BYTES, environment=ports) as target:
+            writer.knows(target, "decode-3")
+            writer.call("write", peer="decode-3", entries=[[0, 0, _HALF]])
+            assert set(writer.outcomes(1).values()) == {"done"}
+            stale = target.call("metadata")
+            target.kill()
+            writer.call("write", peer="decode-3", entries=[[0, 0, _HALF]])
+            assert set(writer.outcomes(1).values()) <= {"failed", "unknown"}
+        with PeerProcess(engine, _BYTES, environment=ports) as target:
+            target.call("metadata")  # it is up, and where its predecessor was
+            assert _fails(writer, stale)
             assert (target.bytes == POISON).all()
+            writer.bytes[:] = 3
+            writer.knows(target, "decode-3")
+            writer.call("write", peer="decode-3", entries=[[0, 0, _HALF]])
             _write_all(writer, healthy)
-            assert set(writer.outcomes(8).values()) == {"done"}
+            assert set(writer.outcomes(9).values()) == {"done"}
+            assert (target.bytes[:_HALF] == 3).all()
+            assert (healthy.bytes[:_HALF] == 3).all()
             assert target.finish() == 0
         assert (writer.finish(), healthy.finish()) == (0, 0)
