@@ -8,15 +8,15 @@ CUDA tensors run Triton kernels, CPU tensors vectorised torch; under TRITON_INTE
 """
 
 import math
-import os
 from typing import Literal, overload
 
 import torch
 
 from kvxfer.errors import KernelContractError
+from kvxfer.kernels._contract import INT_DTYPES
+from kvxfer.kernels._launch import runs_triton
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 @overload
@@ -105,11 +105,10 @@ def _attend(
     scale: float,
     v_head_dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+    if not runs_triton(q):
         return attend_torch(q, kv_pages, page_table, row_lens, scale, v_head_dim)
     if q.shape[0] * q.shape[1] == 0 or page_table.shape[1] == 0 or kv_pages.shape[0] == 0:
-        out = q.new_zeros((*q.shape[:3], v_head_dim))
-        return out, torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
+        return _nothing(q, v_head_dim)
     # Here, so that a CPU installation works without Triton.
     from kvxfer.kernels._mla_split import attend
 
@@ -124,13 +123,12 @@ def attend_torch(
     scale: float,
     v_head_dim: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The CPU path: `q [B, q_len, H, D]`, `row_lens [B, q_len]`; arguments already checked; fp32 inside."""
+    """The torch path: `q [B, q_len, H, D]`, `row_lens [B, q_len]`; arguments already checked; fp32 inside."""
     page_tokens = kv_pages.shape[1]
     longest = int(row_lens.max()) if row_lens.numel() else 0
     if longest == 0:
-        out = q.new_zeros((*q.shape[:3], v_head_dim))
-        return out, torch.full(q.shape[:3], float("-inf"), dtype=torch.float32)
-    row = torch.arange(longest)
+        return _nothing(q, v_head_dim)
+    row = torch.arange(longest, device=q.device)
     held = row < row_lens.amax(1, keepdim=True)  # [B, longest]
     visible = (row < row_lens.unsqueeze(-1)).unsqueeze(2)  # [B, q_len, 1, longest]
     page = torch.where(held, page_table[:, row // page_tokens].long(), 0)
@@ -143,6 +141,11 @@ def attend_torch(
     probs = torch.exp(scores - shift.unsqueeze(-1))
     out = torch.einsum("bthn,bnv->bthv", probs, kv[..., :v_head_dim])
     return out.to(q.dtype), lse
+
+
+def _nothing(q: torch.Tensor, v_head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    out = q.new_zeros((*q.shape[:3], v_head_dim))
+    return out, q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
 
 
 def _check_query(q: torch.Tensor, v_head_dim: int) -> None:
@@ -184,7 +187,7 @@ def _check_lens(q: torch.Tensor, row_lens: torch.Tensor) -> None:
 def _check_index(name: str, index: torch.Tensor, q: torch.Tensor, shapes: list[tuple[int, ...]], meaning: str) -> None:
     if tuple(index.shape) not in shapes:
         raise KernelContractError(f"{name}: got shape {tuple(index.shape)}, expected {shapes} ({meaning})")
-    if index.dtype not in _INDEX_DTYPES or index.device != q.device:
+    if index.dtype not in INT_DTYPES or index.device != q.device:
         raise KernelContractError(
             f"{name}: got {index.dtype} on {index.device}, expected int32 or int64 on {q.device}, as q"
         )

@@ -3,7 +3,6 @@
 Under TRITON_INTERPRET=1 (how `make test` runs this folder) `mla_decode` runs the Triton kernels on the CPU.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +12,14 @@ import torch
 
 from kvxfer.errors import KernelContractError
 from kvxfer.kernels import _mla_split, reference_mla
+from kvxfer.kernels._launch import INTERPRETED
 from kvxfer.kernels.mla_decode import attend_torch, mla_decode
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 ATTENDS = {"torch": attend_torch, "triton": _mla_split.attend}
-if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+if not INTERPRETED and not torch.cuda.is_available():
     del ATTENDS["triton"]  # the kernels need a GPU or the interpreter; tests/kernels runs under the interpreter
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 V_DIM, ROPE_DIM, SCALE = 32, 16, 0.17
 
 
