@@ -133,7 +133,7 @@ def one_group_world(
     return sides[0], sides[1]
 
 
-@pytest.mark.parametrize(("src_size", "dst_size"), list(itertools.product([1, 2, 3, 8], repeat=2)))
+@pytest.mark.parametrize(("src_size", "dst_size"), list(itertools.product([1, 3, 8], repeat=2)))
 def test_every_pairing_of_sizes_interleaves_and_pages(src_size: int, dst_size: int) -> None:
     pairings = itertools.product([1, 3, 16], [1, 3, 16], [1, 16, 64], [1, 16, 64])
     # 8 lengths and 5 firsts against 81 pairings: never in step, so each meets each.
@@ -155,6 +155,24 @@ def test_a_thousand_tokens(src: tuple[int, int, int], dst: tuple[int, int, int])
     wanted = (TokenRange(77, 1077),)
     submits = tuple(Submit((TokenRange(first, min(first + 300, 1077)),), None) for first in range(0, 1077, 300))
     run(sources, dests, Transfer(wanted, ((),), submits, 4096))
+
+
+@st.composite
+def submits_of(draw: st.DrawFn, specs: tuple[GroupSpec, ...], end: int, rng: random.Random) -> tuple[Submit, ...]:
+    """Chunks of tokens and layers that cover tokens `[0, end)`, in any order; state comes with the last tokens."""
+    cuts = sorted({0, end, *rng.choices(range(end + 1), k=draw(st.integers(0, 3)))})
+    chunks = [TokenRange(*pair) for pair in itertools.pairwise(cuts)] or [NOTHING]
+    layer_cuts = draw(st.sampled_from([None, (0, 2, 3), (0, 1, 9)]))
+    submits = []
+    for chunk, layers in itertools.product(chunks, [None] if layer_cuts is None else itertools.pairwise(layer_cuts)):
+        is_last = chunk.end == end
+        ranges = tuple(
+            (TokenRange(0, 1) if is_last and end else NOTHING) if spec.placement is Placement.STATE else chunk
+            for spec in specs
+        )
+        submits.append(Submit(ranges, None if layers is None else LayerRange(*layers)))
+    rng.shuffle(submits)
+    return tuple(submits)
 
 
 @st.composite
@@ -200,23 +218,9 @@ def transfers(draw: st.DrawFn) -> tuple[list[Worker], list[Worker], Transfer]:
         held = sorted(rng.choices(range(end + 1), k=2)) if rng.random() < 0.5 else [0, 0]
         is_state = spec.placement is Placement.STATE
         have_ranges.append(() if is_state else (TokenRange(*held), TokenRange(held[0], held[0] + 1)))
-    cuts = sorted({0, end, *rng.choices(range(end + 1), k=draw(st.integers(0, 3)))})
-    chunks = [TokenRange(*pair) for pair in itertools.pairwise(cuts)] or [NOTHING]
-    submits = []
-    layer_cuts = draw(st.sampled_from([None, (0, 2, 3), (0, 1, 9)]))
-    for chunk, layers in itertools.product(chunks, [None] if layer_cuts is None else itertools.pairwise(layer_cuts)):
-        is_last = chunk.end == end
-        ranges = tuple(
-            (TokenRange(0, 1) if is_last and end else NOTHING) if spec.placement is Placement.STATE else chunk
-            for spec in specs
-        )
-        submits.append(Submit(ranges, None if layers is None else LayerRange(*layers)))
-    rng.shuffle(submits)
-    return (
-        sources,
-        dests,
-        Transfer(wanted, tuple(have_ranges), tuple(submits), draw(st.sampled_from([4096, 9999, 20000]))),
-    )
+    submits = draw(submits_of(specs, end, rng))
+    transfer = Transfer(wanted, tuple(have_ranges), submits, draw(st.sampled_from([4096, 9999, 20000])))
+    return sources, dests, transfer
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)

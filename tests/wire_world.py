@@ -6,6 +6,7 @@ and the value of each row is a hash of what it is.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from dataclasses import dataclass
@@ -53,12 +54,9 @@ class Worker:
 
     def rows_of(self, group_idx: int) -> dict[int, int]:
         """The rank's tokens below the range's end with their local rows, counted one by one."""
-        group, shard = self.layout.groups[group_idx], self.layout.shard
-        rows: dict[int, int] = {}
-        for token in range(self.ranges[group_idx].end):
-            if group.placement is not Placement.SHARDED or token // shard.interleave % shard.size == shard.rank:
-                rows[token] = len(rows)
-        return rows
+        group = self.layout.groups[group_idx]
+        shard = self.layout.shard if group.placement is Placement.SHARDED else Shard()
+        return _count_rows(shard, self.ranges[group_idx].end)
 
     def table(self, group_idx: int, token_range: TokenRange) -> PageTable:
         """The part of the group's pages that holds a smaller range."""
@@ -85,6 +83,15 @@ class Worker:
                     + row % group.page_tokens * group.row_stride_bytes
                 )
         return addresses
+
+
+@functools.lru_cache(maxsize=64)
+def _count_rows(shard: Shard, num_tokens: int) -> dict[int, int]:
+    rows: dict[int, int] = {}
+    for token in range(num_tokens):
+        if token // shard.interleave % shard.size == shard.rank:
+            rows[token] = len(rows)
+    return rows
 
 
 def _count_before(rows: dict[int, int], first_token: int) -> int:
