@@ -67,8 +67,10 @@ class PrefillCore:
 
     def worker_lost(self, now: float) -> None:
         """The worker is gone: its transfers end, and nobody is told but the peers."""
-        self.fail_all(Reason.WORKER_LOST, "the prefill worker is gone", now)
         self._life.layout = None
+        for transfer in self.transfers.values():
+            transfer.is_known = False
+        self.fail_all(Reason.WORKER_LOST, "the prefill worker is gone", now)
 
     def fail_all(self, reason: Reason, detail: str, now: float) -> None:
         """End every transfer without success."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvxfer.addresses import runs
 from kvxfer.control.messages import Segment, Want
-from kvxfer.operations import CancelFlag, SegmentSource
+from kvxfer.operations import SegmentSource
 from kvxfer.prefill.actions import Action, Gather, Runs, SendToPeer, Write
 from kvxfer.prefill.leg import ChunkWork, Lease, Leg, Mode, Packed
 from kvxfer.slots import SlotState, SlotTable
@@ -149,7 +149,10 @@ class Sender:
         for _ in range(len(self._turns)):
             leg = self._turns[0]
             self._turns.rotate(-1)
-            if self._num_held[leg.peer.incarnation] >= quota and self.mode is not Mode.SERIAL:
+            peer = leg.peer.incarnation
+            num_quarantined = self.slots.num_quarantined(peer)
+            num_held = num_quarantined if self.mode is Mode.SERIAL else num_quarantined + self._num_held[peer]
+            if num_held >= quota:
                 continue
             if not self._is_between_chunks(leg):
                 return leg
@@ -182,9 +185,8 @@ class Sender:
             each.num_emitted += 1
         self._num_operations += 1
         self._gathers[self._num_operations] = _GatherOp(lease, segment, tuple(legs), works)
-        # A shared gather goes on when one of its legs stops: the others still need it.
-        cancel = leg.cancel if len(legs) == 1 else CancelFlag()
-        self._outbox.append(Gather(self._num_operations, slot, work.source, segment, cancel))
+        # A shared gather heeds one leg's flag: the legs of a transfer stop together.
+        self._outbox.append(Gather(self._num_operations, slot, work.source, segment, leg.cancel))
         return True
 
     def _companions(self, leg: Leg, work: ChunkWork, segment: int) -> list[Leg]:
