@@ -1,0 +1,226 @@
+"""Loopback inside one process: its faults, its pace, and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pathlib
+import select
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvxfer.errors import BoundsError, PeerLostError, RegistrationError
+from kvxfer.memory import HostMemory
+from kvxfer.transports import Outcome, Region, RegionDescriptor, WriteBatch
+from kvxfer.transports.loopback import LoopbackFaults, LoopbackOptions, LoopbackPace, LoopbackTransport
+
+_BYTES = 1 << 20
+
+
+class Lane:
+    """A transport that writes from `source` to `target`, both in this process."""
+
+    def __init__(self, options: LoopbackOptions) -> None:
+        self.source = HostMemory.create(_BYTES, "source")
+        self.target = HostMemory.create(_BYTES, "target")
+        self.source.array[:] = 1
+        self.transport = LoopbackTransport(options)
+        self.transport.register(Region(self.source.address, _BYTES, self.source.fd))
+        self.region = self.transport.register(Region(self.target.address, _BYTES, self.target.fd))
+        self.transport.add_peer("self", self.transport.metadata())
+
+    def write(self, first: int = 0, count: int = 1, length: int = _BYTES) -> int:
+        offsets = _words(first + length * i for i in range(count))
+        batch = WriteBatch(self.region, self.source.address + offsets, offsets, _words([length] * count))
+        return self.transport.submit_write("self", batch)
+
+    def ends(self, count: int, timeout_s: float = 5.0) -> dict[int, Outcome]:
+        found: dict[int, Outcome] = {}
+        give_up_s = time.monotonic() + timeout_s
+        while len(found) < count and (left_s := give_up_s - time.monotonic()) > 0:
+            select.select([self.transport.fileno()], [], [], left_s)
+            found |= {end.write_id: end.outcome for end in self.transport.poll()}
+        return found
+
+    def close(self) -> None:
+        self.transport.close()
+        self.source.close()
+        self.target.close()
+
+
+def _words(values: Iterable[int]) -> npt.NDArray[np.uint64]:
+    return np.array(list(values), dtype=np.uint64)
+
+
+@pytest.fixture
+def make_lane() -> Iterator[Callable[[LoopbackOptions], Lane]]:
+    lanes: list[Lane] = []
+
+    def make(options: LoopbackOptions) -> Lane:
+        lanes.append(Lane(options))
+        return lanes[-1]
+
+    yield make
+    for lane in lanes:
+        lane.close()
+
+
+def _faulty(faults: LoopbackFaults) -> LoopbackOptions:
+    return LoopbackOptions(faults=faults)
+
+
+MakeLane = Callable[[LoopbackOptions], Lane]
+
+
+def test_a_dropped_write_ends_as_unknown_by_rotate_alone(make_lane: MakeLane) -> None:
+    lane = make_lane(_faulty(LoopbackFaults(drop=1.0)))
+    write_id = lane.write()
+    assert lane.ends(1, timeout_s=0.05) == {}
+    lane.transport.rotate()
+    assert lane.ends(1) == {write_id: Outcome.UNKNOWN}
+    assert not lane.target.array.any()
+
+
+def test_a_failed_write_moves_nothing(make_lane: MakeLane) -> None:
+    lane = make_lane(_faulty(LoopbackFaults(fail=1.0)))
+    write_id = lane.write()
+    assert lane.ends(1) == {write_id: Outcome.FAILED}
+    assert not lane.target.array.any()
+
+
+def test_a_truncated_write_moves_its_first_half_and_fails(make_lane: MakeLane) -> None:
+    lane = make_lane(_faulty(LoopbackFaults(truncate=1.0)))
+    write_id = lane.write(count=4, length=1000)
+    assert lane.ends(1) == {write_id: Outcome.FAILED}
+    assert lane.target.array[:2000].all()
+    assert not lane.target.array[2000:].any()
+
+
+def test_a_duplicated_write_lands_twice_and_ends_once(make_lane: MakeLane) -> None:
+    lane = make_lane(_faulty(LoopbackFaults(duplicate=1.0, delays_s=(0.1,))))
+    write_id = lane.write()
+    time.sleep(0.05)
+    assert lane.target.array.all()
+    lane.target.array[:] = 0
+    assert lane.ends(1) == {write_id: Outcome.DONE}
+    assert lane.target.array.all()
+    assert lane.ends(1, timeout_s=0.02) == {}
+
+
+def test_a_late_write_reads_what_its_source_holds_when_it_moves(make_lane: MakeLane) -> None:
+    lane = make_lane(_faulty(LoopbackFaults(late=1.0, late_s=0.05)))
+    write_id = lane.write()
+    assert lane.ends(1) == {write_id: Outcome.UNKNOWN}
+    lane.source.array[:] = 2
+    time.sleep(0.15)
+    assert (lane.target.array == 2).all()
+    assert lane.ends(1, timeout_s=0.02) == {}
+
+
+def test_rotate_stops_a_late_write(make_lane: MakeLane) -> None:
+    lane = make_lane(_faulty(LoopbackFaults(late=1.0, late_s=0.05)))
+    lane.write()
+    lane.transport.rotate()
+    time.sleep(0.15)
+    assert not lane.target.array.any()
+
+
+def test_delays_reorder_ends_and_rotate_ends_what_is_delayed(make_lane: MakeLane) -> None:
+    lane = make_lane(_faulty(LoopbackFaults(seed=1, delays_s=(0.0, 0.03, 60.0))))
+    write_ids = [lane.write(first=i * 100, length=100) for i in range(30)]
+    ended = lane.ends(30, timeout_s=0.3)
+    assert list(ended) != sorted(ended)
+    assert set(ended.values()) == {Outcome.DONE}
+    lane.transport.rotate()
+    held = lane.ends(30 - len(ended))
+    assert set(held.values()) == {Outcome.UNKNOWN}
+    assert set(ended) | set(held) == set(write_ids)
+
+
+def test_the_same_seed_draws_the_same_fates(make_lane: MakeLane) -> None:
+    faults = LoopbackFaults(seed=7, fail=0.3, truncate=0.2)
+    fates = []
+    for _ in range(2):
+        lane = make_lane(_faulty(faults))
+        fates.append([next(iter(lane.ends(1).values())) for _ in range(20) if lane.write()])
+    assert fates[0] == fates[1]
+    assert set(fates[0]) == {Outcome.DONE, Outcome.FAILED}
+
+
+@pytest.mark.parametrize(
+    ("pace", "count", "length", "expected_s"),
+    [
+        (LoopbackPace(bytes_per_s=10e6), 1, 1_000_000, 0.1),
+        (LoopbackPace(descriptor_s=0.001), 100, 10, 0.1),
+        (LoopbackPace(descriptor_s=0.001, bytes_per_s=1e9), 100, 10_000, 0.1),
+    ],
+)
+def test_a_paced_write_takes_the_longer_of_its_descriptors_and_its_bytes(
+    make_lane: MakeLane, pace: LoopbackPace, count: int, length: int, expected_s: float
+) -> None:
+    lane = make_lane(LoopbackOptions(pace=pace))
+    started_s = time.monotonic()
+    lane.write(count=count, length=length)
+    assert set(lane.ends(1).values()) == {Outcome.DONE}
+    assert expected_s <= time.monotonic() - started_s < expected_s + 0.5
+
+
+def test_paced_writes_hold_the_wire_one_after_another(make_lane: MakeLane) -> None:
+    lane = make_lane(LoopbackOptions(pace=LoopbackPace(bytes_per_s=20e6)))
+    started_s = time.monotonic()
+    write_ids = [lane.write() for _ in range(3)]
+    assert list(lane.ends(3)) == write_ids
+    assert time.monotonic() - started_s >= 3 * _BYTES / 20e6
+    lane.write()
+    lane.transport.rotate()
+    assert set(lane.ends(1).values()) == {Outcome.DONE}
+
+
+def test_a_region_that_is_not_the_whole_memfd_is_refused(make_lane: MakeLane) -> None:
+    transport = make_lane(LoopbackOptions()).transport
+    with HostMemory.create(8192, "part") as memory, pytest.raises(RegistrationError, match="whole memfd"):
+        transport.register(Region(memory.address, 4096, memory.fd))
+
+
+def test_memory_without_a_descriptor_is_a_source_only(make_lane: MakeLane) -> None:
+    lane = make_lane(LoopbackOptions())
+    private = np.full(100, 9, dtype=np.uint8)
+    own = lane.transport.register(Region(private.ctypes.data, 100))
+    lane.transport.add_peer("self", lane.transport.metadata())
+    batch = WriteBatch(lane.region, _words([private.ctypes.data]), _words([50]), _words([100]))
+    lane.transport.submit_write("self", batch)
+    assert set(lane.ends(1).values()) == {Outcome.DONE}
+    assert (lane.target.array[50:150] == 9).all()
+    with pytest.raises(BoundsError, match=f"got region {own.region_id}"):
+        lane.transport.submit_write("self", WriteBatch(RegionDescriptor(own.region_id, 100), *[_words([0])] * 3))
+
+
+def test_a_process_whose_descriptor_is_another_file_now_is_refused(make_lane: MakeLane) -> None:
+    lane = make_lane(LoopbackOptions())
+    metadata = lane.transport.metadata()
+    with HostMemory.create(_BYTES, "other") as other:
+        os.dup2(other.fd, lane.target.fd)
+        with pytest.raises(PeerLostError, match=r"got inode .* the process has been replaced"):
+            lane.transport.add_peer("late", metadata)
+
+
+def test_closing_gives_back_every_descriptor_mapping_and_thread() -> None:
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        maps = pathlib.Path("/proc/self/maps").read_text()
+        num_maps = maps.count("memfd:target") + maps.count("memfd:source")
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), num_maps
+
+    before = held()
+    for _ in range(3):
+        lane = Lane(LoopbackOptions())
+        lane.write()
+        lane.ends(1)
+        lane.close()
+        lane.transport.close()
+        del lane
+    assert held() == before
