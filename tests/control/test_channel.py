@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import socket
@@ -65,11 +66,12 @@ def test_permissions_of_the_socket_and_a_new_directory(tmp_path: Path) -> None:
         os.umask(umask)
 
 
-def test_an_open_directory_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(ConfigError, match="mode 0o777, expected 0750"):
+@pytest.mark.parametrize("mode", [0o777, 0o755, 0o770, 0o1777])
+def test_an_open_directory_is_refused_and_left_as_it_is(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"mode {mode:#o}, expected 0750"):
         WorkerListener(tmp_path)
-    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o777
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == mode
     assert list(tmp_path.iterdir()) == []
 
 
@@ -94,6 +96,37 @@ def test_a_dead_agents_socket_is_replaced(tmp_path: Path) -> None:
     with WorkerListener(tmp_path) as listener, WorkerConnection(tmp_path) as worker:
         assert worker.send(REMOTE, b"new life")
         assert next_frame(listener)[1] == b"new life"
+
+
+def test_a_lock_that_its_holder_removed_in_between_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+    removed: list[int] = []
+
+    def flock_late(fd: int, operation: int) -> None:
+        if not removed:
+            (tmp_path / "lock").unlink()
+            removed.append(fd)
+        flock(fd, operation)
+
+    monkeypatch.setattr("kvxfer.control.socket_dir.fcntl.flock", flock_late)
+    with WorkerListener(tmp_path), pytest.raises(ConfigError, match="in use by another agent"):
+        WorkerListener(tmp_path)
+    assert removed
+
+
+def test_a_worker_does_not_drift_to_the_next_agent(tmp_path: Path) -> None:
+    first = WorkerListener(tmp_path)
+    with WorkerConnection(tmp_path) as worker:
+        assert worker.send(REMOTE, b"hello")
+        next_frame(first)
+        first.close()
+        with WorkerListener(tmp_path) as second, WorkerConnection(tmp_path) as newcomer:
+            worker.send(REMOTE, b"for the first agent")
+            assert newcomer.send(REMOTE, b"hello")
+            assert next_frame(second)[1] == b"hello"
+            assert not Selector([second]).wait(0.3)
 
 
 def test_a_plain_file_in_the_way_is_not_removed(tmp_path: Path) -> None:

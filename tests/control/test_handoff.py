@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.control.handoff import HandoffConnection, hand_over
+from kvxfer.control.handoff import HandoffConnection, PoolRefused, hand_over, pack
 from kvxfer.control.handoff_listener import (
     HANDOFF_TIMEOUT_S,
     MAX_CONNECTIONS,
@@ -202,9 +202,38 @@ def test_a_forked_child_does_not_hide_the_workers_death(
         os.close(writer)
         os.read(reader, 1)
         os._exit(0)
-    connection.close()
-    assert next_events(listener) == [LostPool(received.pool)]
-    os.close(writer)
-    assert os.waitpid(child, 0) == (child, 0)
-    os.close(reader)
-    received.memory.close()
+    try:
+        connection.close()
+        assert next_events(listener) == [LostPool(received.pool)]
+    finally:
+        os.close(writer)
+        os.close(reader)
+        assert os.waitpid(child, 0) == (child, 0)
+        received.memory.close()
+
+
+def test_a_refusal_before_the_offer_is_heard(
+    tmp_path: Path, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that hangs up before it has read anything has said why."""
+    send_fds = socket.send_fds
+    hung_up = threading.Event()
+
+    def send_late(connection: socket.socket, buffers: Sequence[bytes], fds: Sequence[int]) -> int:
+        assert hung_up.wait(5)
+        return send_fds(connection, buffers, fds)
+
+    def refuse() -> None:
+        with server.accept()[0] as connection:
+            connection.sendall(pack(PoolRefused(detail="not you")))
+        hung_up.set()
+
+    monkeypatch.setattr("kvxfer.control.handoff.socket.send_fds", send_late)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(str(tmp_path / "handoff.sock"))
+        server.listen()
+        agent = threading.Thread(target=refuse)
+        agent.start()
+        with pytest.raises(HandoffError, match="not you"):
+            hand_over(tmp_path, memory, layout(), 5.0)
+        agent.join()
