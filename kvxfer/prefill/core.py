@@ -272,6 +272,8 @@ class PrefillCore:
                 self._life.fail(transfer, Reason.DEADLINE, "the deadline of the prefill side has passed", now)
             elif transfer.reason is None and any(now >= leg.deadline for leg in transfer.legs.values() if leg.is_live):
                 self._life.fail(transfer, Reason.DEADLINE, "the deadline of the decode side has passed", now)
+            elif transfer.reason is not None and not transfer.has_ended:
+                self._life.advance(transfer, now)
         for peer in self.peers.values():
             for leg in peer.legs.values():
                 if leg.state is LegState.QUIET and not leg.quiesced_acked and now >= leg.quiesced_sent_at + RESEND_S:

@@ -161,8 +161,11 @@ class Lifecycle:
             self._notify(transfer, EventKind.SENT, now)
 
     def _end_failed(self, transfer: Transfer, now: float) -> None:
-        if any(leg.num_filling for leg in transfer.legs.values()):
+        legs = transfer.legs.values()
+        if any(leg.num_filling for leg in legs):
             return
+        if self.sender.mode is Mode.RAW and now < transfer.deadline and any(leg.num_held for leg in legs):
+            return  # a raw write reads the pages; past the deadline one that hangs does harm to a landing slot alone
         transfer.has_ended = True
         aborted = transfer.reason is Reason.ABORTED_BY_WORKER
         self._notify(transfer, EventKind.ABORTED if aborted else EventKind.FAILED, now)

@@ -86,8 +86,7 @@ class Sender:
         for leg in list(self._turns):
             self.write_packed(leg, now)
         while (leg_next := self._next_leg()) is not None:
-            if not self._lease(leg_next, now):
-                break
+            self._lease(leg_next, now)
         self._send_wants()
 
     def write_packed(self, leg: Leg, now: float) -> None:
@@ -143,7 +142,9 @@ class Sender:
         leg.credits.clear()
 
     def _next_leg(self) -> Leg | None:
-        """The next leg, in turn, that may hold one more slot."""
+        """The next leg, in turn, that may hold one more slot; None where there is none, or no slot is free."""
+        if self.mode is not Mode.RAW and self.slots.num_free == 0:
+            return None
         # A peer that gives no credits, or has stopped, must leave slots for the others.
         quota = self.slots.num_slots if self.num_peers <= 1 else max(1, self.slots.num_slots // 2)
         for _ in range(len(self._turns)):
@@ -164,18 +165,17 @@ class Sender:
             return False
         return leg.is_sending or (leg.num_held > 0 and leg.works[0].next_segment == 0)
 
-    def _lease(self, leg: Leg, now: float) -> bool:
-        """Give the leg's next segment a slot and emit its gather. False when no slot is free."""
+    def _lease(self, leg: Leg, now: float) -> None:
+        """Give the leg's next segment a free slot and emit its gather."""
         work = leg.works[0]
         segment = work.next_segment
         if self.mode is Mode.RAW:
             self._advance(leg)
             leg.packed.append(Packed(work, segment, None))
             self.write_packed(leg, now)
-            return True
+            return
         slot = self.slots.take(SlotState.FILLING)
-        if slot is None:
-            return False
+        assert slot is not None
         legs = [leg, *self._companions(leg, work, segment)]
         works = tuple(each.works[0] for each in legs)
         lease = Lease(slot, list(legs))
@@ -187,7 +187,6 @@ class Sender:
         self._gathers[self._num_operations] = _GatherOp(lease, segment, tuple(legs), works)
         # A shared gather heeds one leg's flag: the legs of a transfer stop together.
         self._outbox.append(Gather(self._num_operations, slot, work.source, segment, leg.cancel))
-        return True
 
     def _companions(self, leg: Leg, work: ChunkWork, segment: int) -> list[Leg]:
         """Legs of the same transfer that need the very same segment now: it is gathered once for all of them."""

@@ -32,35 +32,37 @@ class TransferPages:
     """Which page holds which of the transfer's rows, over all its chunks, so that no page is named twice."""
 
     def __init__(self) -> None:
-        self._ids: dict[str, Int64Array] = {}  # by group: page id of each local page, -1 while unknown
+        self._known: dict[str, tuple[Int64Array, Int64Array]] = {}  # by group: local pages, ascending, and their ids
 
-    def merged(self, group: Group, first_page: int, pages: Int64Array) -> Int64Array:
-        """The group's table with `pages` from local page `first_page` on. Nothing is kept yet.
-
-        Raises `LayoutError` where a local page would change its id, or an id would serve two local pages.
+    def merged(self, group: Group, first_page: int, pages: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The group's local pages, ascending, and their ids, with `pages` from local page `first_page` on. Nothing is
+        kept yet. Raises `LayoutError` where a local page would change its id, or an id would serve two local pages.
         """
-        known = self._ids.get(group.name, np.empty(0, dtype=np.int64))
-        table = np.full(max(known.size, first_page + pages.size), -1, dtype=np.int64)
-        table[: known.size] = known
-        before = table[first_page : first_page + pages.size]
-        changed = np.flatnonzero((before >= 0) & (before != pages))
+        none = np.empty(0, dtype=np.int64)
+        known_local, known_ids = self._known.get(group.name, (none, none))
+        first, end = np.searchsorted(known_local, (first_page, first_page + pages.size))
+        named_again = known_local[first:end] - first_page
+        changed = np.flatnonzero(pages[named_again] != known_ids[first:end])
         where = f"group {group.name!r}: pages"
         if changed.size:
-            idx = int(changed[0])
+            idx = int(named_again[changed[0]])
             raise LayoutError(
                 f"{where}: got page {int(pages[idx])} for local page {first_page + idx}, "
-                f"expected {int(before[idx])}, which an earlier chunk named"
+                f"expected {int(known_ids[first + changed[0]])}, which an earlier chunk named"
             )
-        table[first_page : first_page + pages.size] = pages
-        ids = np.sort(table[table >= 0])
-        twice = np.flatnonzero(ids[1:] == ids[:-1])
+        local = np.arange(first_page, first_page + pages.size, dtype=np.int64)
+        local = np.concatenate((known_local[:first], local, known_local[end:]))
+        ids = np.concatenate((known_ids[:first], pages, known_ids[end:]))
+        ordered = np.sort(ids)
+        twice = np.flatnonzero(ordered[1:] == ordered[:-1])
         if twice.size:
-            raise LayoutError(f"{where}: got page {int(ids[twice[0]])} twice in one transfer, expected each page once")
-        return table
+            page = int(ordered[twice[0]])
+            raise LayoutError(f"{where}: got page {page} twice in one transfer, expected each page once")
+        return local, ids
 
-    def keep(self, name: str, table: Int64Array) -> None:
-        """Keep a table that `merged` returned."""
-        self._ids[name] = table
+    def keep(self, name: str, merged: tuple[Int64Array, Int64Array]) -> None:
+        """Keep what `merged` returned."""
+        self._known[name] = merged
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +113,7 @@ class Transfer:
             raise LayoutError("submit: got a chunk after the one marked last, expected none")
         by_name = {group.name: group for group in layout.groups}
         tables: dict[str, PageTable] = {}
-        merged: dict[str, Int64Array] = {}
+        merged: dict[str, tuple[Int64Array, Int64Array]] = {}
         rectangles = []
         for entry in submit.groups:
             group = by_name.get(entry.name)
@@ -124,8 +126,8 @@ class Transfer:
             tables[entry.name] = PageTable(entry.tokens, pages)
             rectangles.append((layout.groups.index(group), _chunk_layers(group, submit.layers), entry.tokens))
         self.coverage.add(rectangles)
-        for name, table in merged.items():
-            self.pages.keep(name, table)
+        for name, pages_of_group in merged.items():
+            self.pages.keep(name, pages_of_group)
         chunk = SubmittedChunk(len(self.chunks), tables, submit.layers)
         self.chunks.append(chunk)
         self.has_last = submit.last
