@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvxfer.cli import protocol
@@ -148,7 +148,7 @@ def run_case(case: TransferCase, steps: Steps) -> TransferResult:
         ensemble.prefill.ask(
             protocol.FillRows(group="kv", rows=rows, pages=paging.src_pages), protocol.Done, _YARDSTICK_TIMEOUT_S
         )
-        nothing = replace(paging, end_token=0, src_pages=[], dst_pages=[[]] * case.num_ranks)
+        nothing = paging.none_of_it()
         pair = ensemble.move(cut_chunks({"kv": nothing}, frozenset(), 0, 1), _receive(nothing))
         return _measure(case, ensemble, yardstick, paging, rows, pair, steps)
 

@@ -6,6 +6,7 @@ import time
 
 from kvxfer.cli import protocol
 from kvxfer.cli.rows import expected_pool, first_difference
+from kvxfer.cli.worker import WorkerPipe, run_worker
 from kvxfer.control.client import DecodeClient, ReceivePages
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
@@ -20,12 +21,13 @@ class DecodeWorker:
         self.fill = command.fill
         self.memory = HostMemory.create(command.pool_bytes, "kvxfer-decode-pool")
         self.memory.array[:] = command.fill
+        self._first_token = 0
         self.client = DecodeClient.connect(command.socket_dir, self.memory, command.layout)
 
     def opened(self) -> protocol.Reply:
         return protocol.Done()
 
-    def perform(self, command: protocol.Command, _pipe: protocol.WorkerPipe) -> protocol.Reply:
+    def perform(self, command: protocol.Command, _pipe: WorkerPipe) -> protocol.Reply:
         """Do what the parent asks."""
         match command:
             case protocol.Receive():
@@ -34,6 +36,11 @@ class DecodeWorker:
                 self.fill = command.fill
                 self.memory.array[:] = command.fill
                 return protocol.Done()
+            case protocol.DecodeShared():
+                # Only here: ranks that do not decode do without torch.
+                from kvxfer.cli.demo_decode import decode_shared
+
+                return decode_shared(command, self.memory, self.layout.groups[0], self._first_token)
             case protocol.Verify():
                 image = expected_pool(self.layout, self.memory.num_bytes, self.fill, command.groups)
                 return protocol.Verified(problem=first_difference(self.memory.array, image, self.layout))
@@ -48,6 +55,8 @@ class DecodeWorker:
         start_s = time.monotonic()
         self.client.open(command.ticket, groups, deadline_s=command.deadline_s)
         event = self.client.wait(command.ticket, timeout_s=command.deadline_s + 5.0)
+        if event.aux:
+            self._first_token = int.from_bytes(event.aux[0], "little")
         return protocol.Ended(event=event, start_s=start_s, end_s=time.monotonic())
 
     def close(self) -> None:
@@ -56,4 +65,4 @@ class DecodeWorker:
 
 
 if __name__ == "__main__":
-    protocol.run_worker(protocol.HandOver, DecodeWorker)
+    run_worker(protocol.HandOver, DecodeWorker)

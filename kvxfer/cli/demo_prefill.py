@@ -8,40 +8,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvxfer.cli.demo_model import HIDDEN_DIM, ROW_DIM, MlaModel, ModelShape
-from kvxfer.cli.protocol import Prefill, Prefilled, Progress, WorkerPipe
+from kvxfer.cli.demo_model import HIDDEN_DIM, MlaModel, ModelShape
+from kvxfer.cli.paged_rows import PagedRows
+from kvxfer.cli.protocol import Prefill, Prefilled, Progress
+from kvxfer.cli.worker import WorkerPipe
 from kvxfer.layout import Group
 from kvxfer.memory import HostMemory
 
 
-class PagedRows:
-    """The rows of one group in a pool, `[num_layers, num_pages, page_tokens, ROW_DIM]` bf16, and a page table."""
-
-    def __init__(self, memory: HostMemory, group: Group, pages: list[int]) -> None:
-        """`pages` hold the sequence's tokens in order. The view ends with this object."""
-        values = torch.from_numpy(memory.array[: memory.num_bytes // 2 * 2]).view(torch.bfloat16)
-        strides = (group.layer_stride_bytes, group.page_stride_bytes, group.row_stride_bytes, 2)
-        self.rows = values.as_strided(
-            (group.layers.num_layers, group.num_pages, group.page_tokens, ROW_DIM),
-            tuple(stride // 2 for stride in strides),
-            group.base_offset_bytes // 2,
-        )
-        self.pages = torch.tensor(pages, dtype=torch.int64)
-        self.page_tokens = group.page_tokens
-
-    def write(self, layer_idx: int, first_row: int, rows: torch.Tensor) -> None:
-        """Store `rows` `[n, ROW_DIM]` as rows `first_row` and on."""
-        indices = torch.arange(first_row, first_row + len(rows))
-        self.rows[layer_idx, self.pages[indices // self.page_tokens], indices % self.page_tokens] = rows
-
-    def read(self, layer_idx: int, num_rows: int) -> torch.Tensor:
-        """The first `num_rows` rows: `[num_rows, ROW_DIM]`."""
-        num_pages = -(-num_rows // self.page_tokens)
-        return self.rows[layer_idx, self.pages[:num_pages]].reshape(-1, ROW_DIM)[:num_rows]
-
-
 @torch.inference_mode()
-def prefill_prompt(command: Prefill, memory: HostMemory, groups: dict[str, Group], pipe: WorkerPipe) -> Prefilled:
+def prefill_prompt(
+    command: Prefill, memory: HostMemory, groups: dict[str, Group], pipe: WorkerPipe
+) -> tuple[Prefilled, MlaModel]:
     """Fill the pool.
 
     What the model computed also goes to a file a group, `[num_layers, num_tokens, row_bytes]`, straight from the model
@@ -77,7 +55,7 @@ def prefill_prompt(command: Prefill, memory: HostMemory, groups: dict[str, Group
         _side_file(command, name).write_bytes(data)
     if "state" in groups:
         _write_state(command, memory, groups["state"], state)
-    return Prefilled(first_token=first_token, elapsed_s=time.monotonic() - start_s)
+    return Prefilled(first_token=first_token, elapsed_s=time.monotonic() - start_s), model
 
 
 def _write_state(command: Prefill, memory: HostMemory, group: Group, state: torch.Tensor) -> None:

@@ -145,7 +145,7 @@ class Cast:
         return self._agents[-1]
 
     def start_worker(self, name: str, module: str) -> Child:
-        """Start a worker process: one of the modules that call `protocol.run_worker`."""
+        """Start a worker process: one of the modules that call `run_worker`."""
         self._workers.append(Child(name, [module], self.directory))
         return self._workers[-1]
 

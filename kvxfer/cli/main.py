@@ -82,12 +82,16 @@ def demo(
     state_bytes: Annotated[
         int, typer.Option(min=0, max=16 << 20, help="Size of a state blob that travels with the KV.")
     ] = 0,
+    decode_steps: Annotated[
+        int, typer.Option(min=0, max=1000, help="Then decode so many tokens over the ranks, and in one process.")
+    ] = 0,
     as_json: _Json = False,
 ) -> None:
     """Move the KV cache of a real prompt between processes and compare every byte. Exit status 1 if any differs."""
-    from kvxfer.cli.demo import DemoOptions, run_demo
+    from kvxfer.cli.demo import run_demo
+    from kvxfer.cli.demo_stage import DemoOptions
 
-    options = DemoOptions(prompt, ranks, mode.value, transport.value, draft_layers, state_bytes)
+    options = DemoOptions(prompt, ranks, mode.value, transport.value, draft_layers, state_bytes, decode_steps)
     with show_steps() as steps:
         result = run_demo(options, steps)
     if as_json:
@@ -96,7 +100,7 @@ def demo(
         from kvxfer.cli.tables import print_demo
 
         print_demo(result)
-    if not result.verified:
+    if not result.is_right:
         sys.exit(EXIT_FAILED)
 
 
@@ -152,6 +156,18 @@ def bench_transfer(
         print_json(facts[0])
     if not all(fact["verified"] for fact in facts):
         sys.exit(EXIT_FAILED)
+
+
+@bench.command("kernels")
+def bench_kernels(
+    plot: Annotated[Path | None, typer.Option(help="Also draw the results into this file; needs matplotlib.")] = None,
+    only: Annotated[str | None, typer.Option(help="Time only the kernel of this name.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Time every kernel on this machine's GPU: us, GB/s, share of the measured copy rate, goals and peers' figures."""
+    from kvxfer.cli import bench_kernels
+
+    bench_kernels.bench_kernels(as_json, plot, only)
 
 
 def _parse_mode(name: str) -> _Mode:

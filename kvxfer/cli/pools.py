@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -72,12 +72,16 @@ def choose_pages(num_needed: int, num_pages: int, shuffled: bool, seed: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """Where one group of a sequence lies: `src_pages` in the source pool, `dst_pages[rank]` in each decode pool."""
+    """Where one group of a sequence lies: `src_pages` in the source pool, `dst_pages[rank]` in each decode pool.
+
+    The first `num_received[rank]` of those get the rows of tokens `[0, end_token)`; the rest is kept for later tokens.
+    """
 
     end_token: int
     page_tokens: int
     src_pages: list[int]
     dst_pages: list[list[int]]
+    num_received: list[int]
 
     def chunk(self, first_token: int, end_token: int) -> PageList:
         """The source pages of some tokens."""
@@ -88,20 +92,33 @@ class Paging:
 
     def receive(self, rank: int) -> PageList:
         """Everything that a decode rank receives."""
-        return PageList(first_token=0, end_token=self.end_token, pages=self.dst_pages[rank])
+        return PageList(first_token=0, end_token=self.end_token, pages=self.dst_pages[rank][: self.num_received[rank]])
+
+    def none_of_it(self) -> Paging:
+        """No tokens at all. A transfer of this makes agents pair, which happens once and is part of no other."""
+        return replace(self, end_token=0, num_received=[0] * len(self.dst_pages))
 
 
 def page_tables(
-    placement: Placement, num_tokens: int, page_tokens: int, num_ranks: int, interleave: int, shuffled: bool
+    placement: Placement,
+    num_tokens: int,
+    page_tokens: int,
+    num_ranks: int,
+    interleave: int,
+    shuffled: bool,
+    num_later: int = 0,
 ) -> Paging:
-    """Pages for `num_tokens` tokens at an unsharded source and at each rank that holds a shard, or all, of them."""
-    num_src = -(-num_tokens // page_tokens)
-    dst_pages = []
+    """Pages at an unsharded source and at each rank, for `num_tokens` tokens and `num_later` that are decoded later."""
+    num_all = num_tokens + num_later
+    num_src = -(-num_all // page_tokens)
+    dst_pages, num_received = [], []
     for rank in range(num_ranks):
         shard = Shard(rank, num_ranks, interleave) if placement is Placement.SHARDED else Shard()
-        num_needed = -(-local_len(shard, num_tokens) // page_tokens)
-        dst_pages.append(choose_pages(num_needed, num_needed + SPARE_PAGES, shuffled, seed=rank + 1))
-    return Paging(num_tokens, page_tokens, choose_pages(num_src, num_src + SPARE_PAGES, shuffled, seed=0), dst_pages)
+        num_pages, num_first = (-(-local_len(shard, num) // page_tokens) for num in (num_all, num_tokens))
+        dst_pages.append(choose_pages(num_pages, num_pages + SPARE_PAGES, shuffled, seed=rank + 1))
+        num_received.append(num_first)
+    src_pages = choose_pages(num_src, num_src + SPARE_PAGES, shuffled, seed=0)
+    return Paging(num_tokens, page_tokens, src_pages, dst_pages, num_received)
 
 
 def cut_chunks(pagings: dict[str, Paging], states: frozenset[str], num_tokens: int, chunk_tokens: int) -> list[Chunk]:

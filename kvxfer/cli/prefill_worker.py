@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from kvxfer.cli import protocol
 from kvxfer.cli.rows import write_rows
+from kvxfer.cli.worker import WorkerPipe, run_worker
 from kvxfer.control.client import ChunkPages, PrefillClient
 from kvxfer.control.codec import decode_ticket, encode_ticket
 from kvxfer.errors import KvxferError
 from kvxfer.memory import HostMemory
+
+if TYPE_CHECKING:
+    from kvxfer.cli.demo_model import MlaModel
 
 
 class PrefillWorker:
@@ -20,12 +25,13 @@ class PrefillWorker:
         self.groups = {group.name: group for group in command.layout.groups}
         self.memory = HostMemory.create(command.pool_bytes, "kvxfer-prefill-pool")
         self.memory.array[:] = command.fill
+        self._decoding: tuple[MlaModel, list[int], int] | None = None  # model, pages, first token: set by prefill
         self.client = PrefillClient.connect(command.socket_dir, self.memory, command.layout)
 
     def opened(self) -> protocol.Reply:
         return protocol.Done()
 
-    def perform(self, command: protocol.Command, pipe: protocol.WorkerPipe) -> protocol.Reply:
+    def perform(self, command: protocol.Command, pipe: WorkerPipe) -> protocol.Reply:
         """Do what the parent asks."""
         match command:
             case protocol.FillRows():
@@ -33,6 +39,8 @@ class PrefillWorker:
                 return protocol.Done()
             case protocol.Prefill():
                 return self._prefill(command, pipe)
+            case protocol.DecodeAlone():
+                return self._decode(command)
             case protocol.MakeTicket():
                 return protocol.TicketText(text=encode_ticket(self.client.ticket(deadline_s=command.deadline_s)))
             case protocol.SendChunks():
@@ -40,15 +48,24 @@ class PrefillWorker:
             case _:
                 return protocol.Failed(error=f"a prefill worker cannot do {type(command).__name__}")
 
-    def _prefill(self, command: protocol.Prefill, pipe: protocol.WorkerPipe) -> protocol.Reply:
+    def _prefill(self, command: protocol.Prefill, pipe: WorkerPipe) -> protocol.Reply:
         # Only here: torch takes seconds to import, and the bench does without it.
         try:
             from kvxfer.cli.demo_prefill import prefill_prompt
         except ModuleNotFoundError as error:
-            raise KvxferError(
-                f"the demo's model needs {error.name}, which is not installed: pip install torch"
-            ) from error
-        return prefill_prompt(command, self.memory, self.groups, pipe)
+            raise KvxferError(f"the model needs {error.name}, which is not installed: pip install torch") from error
+        prefilled, model = prefill_prompt(command, self.memory, self.groups, pipe)
+        self._decoding = (model, command.pages, prefilled.first_token)
+        return prefilled
+
+    def _decode(self, command: protocol.DecodeAlone) -> protocol.Reply:
+        from kvxfer.cli.demo_decode import decode_alone
+        from kvxfer.cli.paged_rows import PagedRows
+
+        assert self._decoding is not None
+        model, pages, first_token = self._decoding
+        cache = PagedRows(self.memory, self.groups["kv"], pages)
+        return decode_alone(model, cache, first_token, command.num_tokens, command.num_steps)
 
     def _send(self, command: protocol.SendChunks) -> protocol.Ended:
         ticket = decode_ticket(command.ticket)
@@ -69,4 +86,4 @@ class PrefillWorker:
 
 
 if __name__ == "__main__":
-    protocol.run_worker(protocol.HandOver, PrefillWorker)
+    run_worker(protocol.HandOver, PrefillWorker)

@@ -6,15 +6,9 @@ ends it.
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
-from typing import Protocol, TypeVar
-
 import msgspec
 
 from kvxfer.control.messages import TransferEvent
-from kvxfer.errors import KvxferError
 from kvxfer.layout import PoolLayout
 
 
@@ -90,6 +84,31 @@ class Prefill(_Tagged, frozen=True, kw_only=True):
     chunk_tokens: int
     pages: list[int]
     state_page: int
+
+
+class DecodeAlone(_Tagged, frozen=True, kw_only=True):
+    """Prefill worker, after `Prefill`: greedily decode over its own pool, which holds everything. `Decoded`."""
+
+    num_tokens: int
+    num_steps: int
+
+
+class DecodeShared(_Tagged, frozen=True, kw_only=True):
+    """Decode worker, after `Receive`: greedily decode together with the other ranks, each over its own rows.
+
+    The first token is the transfer's `aux`. `pages` also have room for the new rows. Answered by `Decoded`.
+    """
+
+    store_path: str
+    rank: int
+    num_ranks: int
+    interleave: int
+    num_layers: int
+    num_draft_layers: int
+    num_heads: int
+    num_tokens: int
+    num_steps: int
+    pages: list[int]
 
 
 class MakeTicket(_Tagged, frozen=True, kw_only=True):
@@ -168,6 +187,13 @@ class Prefilled(_Tagged, frozen=True, kw_only=True):
     elapsed_s: float
 
 
+class Decoded(_Tagged, frozen=True, kw_only=True):
+    """The token that prefill gave and those of the decode steps."""
+
+    tokens: list[int]
+    elapsed_s: float
+
+
 class TicketText(_Tagged, frozen=True, kw_only=True):
     text: str
 
@@ -215,6 +241,8 @@ Command = (
     HandOver
     | FillRows
     | Prefill
+    | DecodeAlone
+    | DecodeShared
     | MakeTicket
     | SendChunks
     | Receive
@@ -224,9 +252,7 @@ Command = (
     | WriteOnce
     | CheckFill
 )
-Reply = Done | Prefilled | TicketText | Ended | Verified | EngineOpen | Written | Progress | Failed
-
-_Command = TypeVar("_Command", bound=Command)
+Reply = Done | Prefilled | Decoded | TicketText | Ended | Verified | EngineOpen | Written | Progress | Failed
 
 _command_decoder = msgspec.json.Decoder(Command)
 _reply_decoder = msgspec.json.Decoder(Reply)
@@ -237,56 +263,11 @@ def encode_line(line: Command | Reply) -> bytes:
     return msgspec.json.encode(line) + b"\n"
 
 
+def decode_command(line: bytes) -> Command:
+    """A parent's line. Raises `msgspec.MsgspecError` for anything else."""
+    return _command_decoder.decode(line)
+
+
 def decode_reply(line: bytes) -> Reply:
     """A worker's line. Raises `msgspec.MsgspecError` for anything else."""
     return _reply_decoder.decode(line)
-
-
-class WorkerPipe:
-    """The worker's end. Owns standard output: whatever a library prints there goes to standard error instead."""
-
-    def __init__(self) -> None:
-        self._out = os.fdopen(os.dup(1), "wb", buffering=0)
-        os.dup2(2, 1)
-
-    def serve(self, perform: Callable[[Command, WorkerPipe], Reply]) -> None:
-        """Answer commands until the parent closes its end. A `KvxferError` or `OSError` fails its command only."""
-        for line in sys.stdin.buffer:
-            try:
-                reply = perform(_command_decoder.decode(line), self)
-            except (KvxferError, OSError) as error:
-                reply = Failed(error=str(error))
-            self.send(reply)
-
-    def send(self, reply: Reply) -> None:
-        """Write one line."""
-        self._out.write(encode_line(reply))
-
-
-class Worker(Protocol):
-    """What `run_worker` runs. `opened` answers the command that it was made from."""
-
-    def opened(self) -> Reply: ...
-
-    def perform(self, command: Command, pipe: WorkerPipe) -> Reply: ...
-
-    def close(self) -> None: ...
-
-
-def run_worker(first_command: type[_Command], create: Callable[[_Command], Worker]) -> None:
-    """The life of a worker process: made by its first command, obeys the others, closes when the parent is done."""
-    pipe = WorkerPipe()
-    workers: list[Worker] = []
-
-    def perform(command: Command, pipe: WorkerPipe) -> Reply:
-        if workers:
-            return workers[0].perform(command, pipe)
-        assert isinstance(command, first_command), command
-        workers.append(create(command))
-        return workers[0].opened()
-
-    try:
-        pipe.serve(perform)
-    finally:
-        for worker in workers:
-            worker.close()

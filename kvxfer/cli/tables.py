@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvxfer.cli.bench_transfer import TransferResult
-from kvxfer.cli.demo import NUM_LAYERS, DemoResult
+from kvxfer.cli.demo import DemoResult
+from kvxfer.cli.demo_stage import NUM_LAYERS
 
 
 def print_demo(result: DemoResult) -> None:
@@ -15,63 +16,71 @@ def print_demo(result: DemoResult) -> None:
     table = Table(
         title=f"KV of {result.num_tokens} tokens x {NUM_LAYERS} layers over {options.transport}, {options.mode}"
     )
-    for heading in ("rank", "rows", "bytes", "descriptors if raw", "descriptors sent", "ms", "GB/s", "every byte"):
+    for heading in ("rank", "rows", "MB", "descriptors\nif raw", "descriptors\nsent", "ms", "GB/s", "bytes are"):
         table.add_column(heading, justify="right")
     for rank in result.ranks:
         table.add_row(
             str(rank.rank),
             f"{rank.num_rows:,}",
-            f"{rank.num_bytes:,}",
+            f"{rank.num_bytes / 1e6:.2f}",
             f"{rank.descriptors_raw:,}",
             f"{rank.descriptors_sent:,}",
             f"{rank.transfer_s * 1e3:.1f}",
             f"{rank.num_bytes / rank.transfer_s / 1e9:.2f}",
-            "differs" if rank.problem else "right",
+            "wrong" if rank.problem else "right",
         )
     table.add_section()
     table.add_row(
         "all",
         f"{sum(rank.num_rows for rank in result.ranks):,}",
-        f"{result.num_bytes:,}",
+        f"{result.num_bytes / 1e6:.2f}",
         f"{result.move.sent.num_runs:,}",
         f"{result.move.sent.num_descriptors:,}",
         f"{result.move.elapsed_s * 1e3:.1f}",
         f"{result.num_bytes / result.move.elapsed_s / 1e9:.2f}",
-        "right" if result.verified else "differs",
+        "right" if result.verified else "wrong",
     )
     console = Console()
     console.print(table)
     console.print(
         f"prefill of the model {result.prefill_s:.1f} s; pairing of the agents, once, {result.pair_s * 1e3:.0f} ms"
     )
+    if result.decoded is not None:
+        text = bytes(result.decoded.alone)
+        verdict = "the same tokens as" if result.decoded.tokens_match else "OTHER TOKENS THAN"
+        console.print(f"decoded over the ranks: {verdict} one process that holds everything: {text!r}", markup=False)
     for rank in result.ranks:
         if rank.problem:
             console.print(f"rank {rank.rank}: {rank.problem}", markup=False)
 
 
 def print_transfers(results: list[TransferResult]) -> None:
-    """One line a mode; where there are several, how the first compares with each."""
+    """One column a mode; where there are several, how the first compares with each."""
     case = results[0].case
-    table = Table(
-        title=f"{case.num_tokens} tokens x {case.num_layers} layers x {case.row_bytes} B, DCP {case.num_ranks}, "
-        f"interleave {case.interleave}, {case.pages} pages of {case.page_tokens}, {case.transport}"
-    )
-    headings = ("mode", "ms", "GB/s", "contiguous GB/s", "efficiency", "descriptors", "plan ms", "pack ms", "send ms")
-    for heading in (*headings, "scatter ms", "slots MiB", "verified"):
-        table.add_column(heading, justify="right")
     facts = [result.as_json() for result in results]
+    table = Table(
+        title=f"{case.num_tokens} tokens x {case.num_layers} layers x {case.row_bytes} B over {results[0].path}, "
+        f"DCP {case.num_ranks}, interleave {case.interleave}, {case.pages} pages of {case.page_tokens}"
+    )
+    table.add_column("mode")
     for fact in facts:
-        table.add_row(
-            fact["mode"],
-            f"{fact['transfer_ms']:.1f}",
-            f"{fact['goodput_gb_s']:.3f}",
-            "-" if fact["contiguous_gb_s"] is None else f"{fact['contiguous_gb_s']:.3f}",
-            "-" if fact["efficiency"] is None else f"{fact['efficiency']:.2f}",
-            f"{fact['descriptors_sent']:,}",
-            *(f"{fact[key]:.1f}" for key in ("plan_ms", "pack_ms", "send_ms", "scatter_ms")),
-            f"{fact['slot_bytes'] / 2**20:.0f}",
-            "yes" if fact["verified"] else "NO",
-        )
+        table.add_column(fact["mode"], justify="right")
+    lines = {
+        "transfer, ms": "transfer_ms",
+        "goodput, GB/s": "goodput_gb_s",
+        "one contiguous write, GB/s": "contiguous_gb_s",
+        "efficiency": "efficiency",
+        "descriptors if raw": "descriptors_raw",
+        "descriptors sent": "descriptors_sent",
+        "plan, ms": "plan_ms",
+        "pack, ms": "pack_ms",
+        "send, ms": "send_ms",
+        "scatter, ms": "scatter_ms",
+        "slots of an agent, bytes": "slot_bytes",
+        "every byte right": "verified",
+    }
+    for heading, key in lines.items():
+        table.add_row(heading, *(_cell(fact[key]) for fact in facts))
     console = Console()
     console.print(table)
     for fact in facts[1:]:
@@ -79,3 +88,11 @@ def print_transfers(results: list[TransferResult]) -> None:
     for fact in facts:
         for problem in fact["problems"]:
             console.print(f"{fact['mode']}: {problem}", markup=False)
+
+
+def _cell(value: float | bool | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"

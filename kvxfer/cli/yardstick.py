@@ -8,6 +8,7 @@ import time
 import numpy as np
 
 from kvxfer.cli import protocol
+from kvxfer.cli.worker import WorkerPipe, run_worker
 from kvxfer.control.ids import new_id
 from kvxfer.errors import ControlTimeoutError, TransportError
 from kvxfer.memory import HostMemory
@@ -36,7 +37,7 @@ class EngineWorker:
             num_bytes=self.descriptor.num_bytes,
         )
 
-    def perform(self, command: protocol.Command, _pipe: protocol.WorkerPipe) -> protocol.Reply:
+    def perform(self, command: protocol.Command, _pipe: WorkerPipe) -> protocol.Reply:
         """Do what the parent asks."""
         match command:
             case protocol.WriteOnce():
@@ -76,5 +77,5 @@ class EngineWorker:
 
 
 if __name__ == "__main__":
-    protocol.run_worker(protocol.OpenEngine, EngineWorker)
+    run_worker(protocol.OpenEngine, EngineWorker)
     exit_process(0)
