@@ -4,7 +4,8 @@ CUDA tensors run Triton, CPU tensors torch (`kvxfer.kernels.reference`); the con
 """
 
 from kvxfer.kernels._contract import LseBase
-from kvxfer.kernels.a2a import A2ALayout, pack_a2a, unpack_combine
+from kvxfer.kernels.a2a import pack_a2a, unpack_combine
+from kvxfer.kernels.a2a_layout import A2ALayout
 from kvxfer.kernels.ag_rs import scale_partial_, scale_to_staging
 from kvxfer.kernels.combine import lse_combine, mask_empty_
 from kvxfer.kernels.mla_decode import mla_decode

@@ -6,6 +6,8 @@ held no key of the row: its output may then be NaN and is dropped by selection. 
 """
 # mypy: no-check-untyped-defs, disable-error-code="no-untyped-def, untyped-decorator, assignment, var-annotated"
 
+from typing import Literal, overload
+
 import torch
 
 from kvxfer.errors import KernelContractError
@@ -133,6 +135,18 @@ def launch_combine(
         # Few rows: more threads a row, for the shortest time. Many: fewer, so that more rows are in flight.
         num_warps=4 if batch * heads <= _FEW_ROWS else 2,
     )
+
+
+@overload
+def lse_combine(
+    outs: torch.Tensor, lses: torch.Tensor, *, lse_base: LseBase, return_lse: Literal[False] = False
+) -> torch.Tensor: ...
+
+
+@overload
+def lse_combine(
+    outs: torch.Tensor, lses: torch.Tensor, *, lse_base: LseBase, return_lse: Literal[True]
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def lse_combine(

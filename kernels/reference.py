@@ -5,15 +5,12 @@ Payloads are moved as bytes, so that packing keeps every bit, also of NaNs.
 """
 
 import ctypes
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kvxfer.kernels._contract import FP8_DTYPES, LseBase
-
-if TYPE_CHECKING:
-    from kvxfer.kernels.a2a import A2ALayout
+from kvxfer.kernels.a2a_layout import A2ALayout
 
 __all__ = [
     "copy_rows",
@@ -67,7 +64,7 @@ def pack_a2a(
     out: torch.Tensor,
     lse: torch.Tensor,
     send: torch.Tensor,
-    layout: "A2ALayout",
+    layout: A2ALayout,
     *,
     row_lens: torch.Tensor | None = None,
 ) -> None:
@@ -89,7 +86,7 @@ def _head_major(rows: torch.Tensor, world: int) -> torch.Tensor:
 
 def unpack_combine(
     recv: torch.Tensor,
-    layout: "A2ALayout",
+    layout: A2ALayout,
     *,
     lse_base: LseBase,
     return_lse: bool = False,

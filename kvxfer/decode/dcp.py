@@ -11,7 +11,7 @@ This module imports torch; agents on the host path do not import it.
 
 import logging
 import math
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -103,6 +103,21 @@ class DcpGroup:
         self._query_buffers: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         _LOG.info("DCP combine over %d ranks: %s (%s)", self.world, self.backend, self.backend_reason)
 
+    @overload
+    def combine(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        row_lens: torch.Tensor | None = None,
+        return_lse: Literal[False] = False,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def combine(
+        self, out: torch.Tensor, lse: torch.Tensor, *, row_lens: torch.Tensor | None = None, return_lse: Literal[True]
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
     def combine(
         self, out: torch.Tensor, lse: torch.Tensor, *, row_lens: torch.Tensor | None = None, return_lse: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +149,7 @@ class DcpGroup:
                 lse[tile],
                 None if row_lens is None else row_lens[tile],
                 result[tile],
-                result_lse[tile] if return_lse else None,
+                result_lse[tile],
             )
         return (result, result_lse) if return_lse else result
 

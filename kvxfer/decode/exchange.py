@@ -40,7 +40,7 @@ def choose_backend(backend: str, largest: A2ALayout) -> tuple[Literal["a2a", "ag
 
 
 class Exchange(Protocol):
-    """One back end: merges one tile of rows into `result` and, if given, `result_lse`."""
+    """One back end: merges one tile of rows into `result` and `result_lse`."""
 
     def merge(
         self,
@@ -48,7 +48,7 @@ class Exchange(Protocol):
         lse: torch.Tensor,
         row_lens: torch.Tensor | None,
         result: torch.Tensor,
-        result_lse: torch.Tensor | None,
+        result_lse: torch.Tensor,
     ) -> None: ...
 
 
@@ -78,7 +78,7 @@ class AllToAll:
         lse: torch.Tensor,
         row_lens: torch.Tensor | None,
         result: torch.Tensor,
-        result_lse: torch.Tensor | None,
+        result_lse: torch.Tensor,
     ) -> None:
         layout = self._layouts.get(len(out))
         if layout is None:
@@ -93,7 +93,7 @@ class AllToAll:
             self._recv,
             layout,
             lse_base=self._lse_base,
-            return_lse=result_lse is not None,
+            return_lse=True,
             out=result,
             lse_out=result_lse,
             scale=self._scale,
@@ -122,7 +122,7 @@ class AllGatherReduceScatter:
         lse: torch.Tensor,
         row_lens: torch.Tensor | None,
         result: torch.Tensor,
-        result_lse: torch.Tensor | None,
+        result_lse: torch.Tensor,
     ) -> None:
         batch, heads, head_dim = out.shape
         own_heads = heads // self._world
@@ -146,9 +146,8 @@ class AllGatherReduceScatter:
                 lse_out=own_lse.view(batch, heads)[tile],
             )
             reduce_scatter(result[tile].view(-1), staging, group=self._group)
-        if result_lse is not None:
-            first_head = self._rank * own_heads
-            result_lse.copy_(own_lse.view(batch, heads)[:, first_head : first_head + own_heads])
+        first_head = self._rank * own_heads
+        result_lse.copy_(own_lse.view(batch, heads)[:, first_head : first_head + own_heads])
 
 
 def tiles(num_rows: int, rows_per_tile: int) -> Iterator[slice]:

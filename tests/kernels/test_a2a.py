@@ -231,7 +231,7 @@ def test_bad_input_is_refused_by_name() -> None:
     with pytest.raises(KernelContractError, match=r"^row_lens: got dtype torch.float32, expected torch.int32, "):
         pack_a2a(out, lse, send, layout, row_lens=torch.zeros(2, device=DEVICE))
     with pytest.raises(KernelContractError, match=r"^lse_base: got 'ln', expected 'e' or '2'"):
-        unpack_combine(send, layout, lse_base="ln")  # type: ignore[arg-type]
+        unpack_combine(send, layout, lse_base="ln")  # type: ignore[call-overload]
     with pytest.raises(KernelContractError, match=r"^recv: got dtype torch.int8, expected torch.uint8"):
         unpack_combine(send.view(torch.int8), layout, lse_base="e")
     with pytest.raises(KernelContractError, match=r"^out: got memory .* that overlaps recv"):

@@ -126,7 +126,7 @@ def test_any_stride(ops: ModuleType) -> None:
 
 
 @bases
-@pytest.mark.parametrize(("num_ranks", "heads", "head_dim"), [(4, 12, 512), (3, 7, 33), (2, 96, 576)])
+@pytest.mark.parametrize(("num_ranks", "heads", "head_dim"), [(4, 12, 512), (3, 7, 33), (2, 6, 576)])
 def test_scaled_partials_sum_to_the_whole(
     ops: ModuleType, num_ranks: int, heads: int, head_dim: int, base: str
 ) -> None:
@@ -189,7 +189,7 @@ def test_mask_empty_by_length_whatever_stood_there(ops: ModuleType, dtype: torch
 def test_bad_input_is_refused_by_name() -> None:
     outs, lses = torch.zeros(2, 3, 4, 8, device=DEVICE), torch.zeros(2, 3, 4, device=DEVICE)
     with pytest.raises(KernelContractError, match=r"^lse_base: got None, expected 'e' or '2'"):
-        lse_combine(outs, lses, lse_base=None)  # type: ignore[arg-type]
+        lse_combine(outs, lses, lse_base=None)  # type: ignore[call-overload]
     with pytest.raises(KernelContractError, match=r"^lses: got dtype torch.bfloat16, expected torch.float32"):
         lse_combine(outs, lses.bfloat16(), lse_base="e")
     with pytest.raises(KernelContractError, match=r"^lses: got shape \[2, 3, 3\], expected \[2, 3, 4\]"):
