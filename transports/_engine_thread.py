@@ -20,8 +20,11 @@ from kvxfer.transports._completions import CompletionQueue
 from kvxfer.transports._regions import Entries
 from kvxfer.transports.base import Completion, Counters, Outcome
 
+# Between two looks the thread sleeps for a share of the time in which nothing has moved: a write is seen to end a
+# little after it did, and one that is stuck costs next to nothing.
+_SLEEP_SHARE = 0.02
 _MIN_SLEEP_S = 50e-6
-_MAX_SLEEP_S = 200e-6
+_MAX_SLEEP_S = 5e-3
 
 
 class EngineError(Exception):
@@ -161,31 +164,34 @@ class EngineThread:
         self._stop_at_s = time.monotonic() + patience_s
 
     def _run(self) -> None:
-        sleep_s = _MIN_SLEEP_S
+        moved_at_s = time.monotonic()
         while True:
             outstanding = any(peer.parts for peer in self._peers.values())
-            if self._stop_at_s is not None and (not outstanding or time.monotonic() >= self._stop_at_s):
+            now_s = time.monotonic()
+            if self._stop_at_s is not None and (not outstanding or now_s >= self._stop_at_s):
                 return
-            waiting = self._stop_at_s is None and any(self._may_post(peer) for peer in self._peers.values())
-            timeout_s = 0.0 if waiting else sleep_s if outstanding else None
-            moved = self._take_commands(timeout_s)
+            sleep_s = min(max(_SLEEP_SHARE * (now_s - moved_at_s), _MIN_SLEEP_S), _MAX_SLEEP_S)
+            self._take_commands(0.0 if self._may_post_now() else sleep_s if outstanding else None)
             for name, peer in list(self._peers.items()):
-                ended = self._check_parts(peer)
+                moved = self._check_parts(peer)
                 if self._stop_at_s is None:
-                    moved |= ended | self._post_next(name, peer)
-                elif ended:
+                    moved |= self._post_next(name, peer)
+                elif moved:
                     self._stop_at_s = time.monotonic() + self._patience_s
+                if moved:
+                    moved_at_s = time.monotonic()
                 if not peer.waiting and not peer.parts:
                     self._peers.pop(name, None)
-            sleep_s = _MIN_SLEEP_S if moved else min(2 * sleep_s, _MAX_SLEEP_S)
 
-    def _take_commands(self, timeout_s: float | None) -> bool:
-        try:
+    def _may_post_now(self) -> bool:
+        return self._stop_at_s is None and any(self._may_post(peer) for peer in self._peers.values())
+
+    def _take_commands(self, timeout_s: float | None) -> None:
+        """Run the commands that are there; wait for one for up to `timeout_s` seconds, for ever with None."""
+        with contextlib.suppress(queue.Empty):
             self._commands.get(block=timeout_s != 0.0, timeout=timeout_s or None)()
             while True:
                 self._commands.get_nowait()()
-        except queue.Empty:
-            return False
 
     def _enqueue(self, write: _Write) -> None:
         self._peers.setdefault(write.peer, _PeerQueue()).waiting.append(write)

@@ -103,7 +103,7 @@ class NixlEngine:
         with ucx_log().environment():
             self._backend = self._agent.createBackend("UCX", {})
         self._peers: dict[str, Metadata] = {}
-        self._errors = (
+        self.mapped_errors = (
             bindings.nixlBackendError,
             bindings.nixlCancelledError,
             bindings.nixlInvalidParamError,
@@ -124,7 +124,7 @@ class NixlEngine:
             yield
         except self._nixl.nixlBackendError as error:
             raise UnreachablePeerError(outcome, f"NIXL {doing}: {error}") from error
-        except self._errors as error:
+        except self.mapped_errors as error:
             raise EngineError(outcome, f"NIXL {doing}: {type(error).__name__} {error}") from error
 
     def register(self, region: Region) -> None:
@@ -216,7 +216,7 @@ class NixlEngine:
         # Releasing frees the handle only; a write that is under way goes on, which its outcome says.
         try:
             self._agent.releaseXferReq(handle)
-        except self._errors as error:
+        except self.mapped_errors as error:
             _logger.warning("NIXL kept the handle of an ended write: %s", error)
 
     def destroy(self) -> None:

@@ -67,7 +67,7 @@ def test_a_closed_transport_holds_no_more_than_the_library_itself(engine: Engine
 
 @pytest.mark.nixl
 def test_exit_process_ends_with_its_code_though_ucx_has_loaded_its_rdma_module() -> None:
-    # This is what a machine with an RDMA device has; an ordinary exit would end with signal 11 there.
+    # This is what a machine with an RDMA device has; beside some system libraries an ordinary exit crashes there.
     environment = {"UCX_MODULES": "all", "KVXFER_TEST_EXIT": "exit_process"}
     with PeerProcess(Engine("nixl"), environment=environment) as writer, PeerProcess(Engine("nixl")) as target:
         writer.knows(target).call("write", peer=target.incarnation, entries=[[0, 0, 4096]])

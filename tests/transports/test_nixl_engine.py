@@ -1,0 +1,103 @@
+"""The NIXL adapter: its errors, and what UCX's log says about the path."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from kvxfer.transports._ucx_log import UcxLog
+
+_TABLES = """\
+[1795956301.292190] [vm:5005 :0]   +--------+-------------+-----------------------------------+
+[1795956301.292190] [vm:5005 :0]   | w-1 intra-node cfg#1                                     |
+[1795956301.292190] [vm:5005 :0]   | remote memory write by ucp_put* from host memory to host |
+[1795956301.292190] [vm:5005 :0]   +--------+-------------+-----------------------------------+
+[1795956301.292190] [vm:5005 :0]   | Range  | Description |              Config               |
+[1795956301.292190] [vm:5005 :0]   | 0..inf | zero-copy   | cma/memory                        |
+[1795956301.301302] [vm:5005 :0]   | w-1 intra-node cfg#1                                      |
+[1795956301.301302] [vm:5005 :0]   | active message by ucp_am_send* from host memory           |
+[1795956301.301302] [vm:5005 :0]   |   0..626 | short              | tcp/lo                    |
+[1795956301.292190] [vm:5005 :0]   | w-1 inter-node cfg#2                                      |
+[1795956301.292190] [vm:5005 :0]   | remote memory write by ucp_put* from host memory to host  |
+[1795956301.292190] [vm:5005 :0]   | 0..2000 | short     | rc_mlx5/mlx5_0:1                    |
+[1795956301.292190] [vm:5005 :0]   | 2001..inf | zero-copy | 50% on rc_mlx5/mlx5_0:1 and 50% on dc_mlx5/mlx5_1:1 |
+"""
+
+
+@pytest.fixture
+def log_and_file() -> tuple[UcxLog, pathlib.Path]:
+    """A log and the file that UCX would open."""
+    log = UcxLog()
+    with log.environment():
+        return log, pathlib.Path(os.environ["UCX_LOG_FILE"])
+
+
+def test_the_path_is_what_ucx_chose_for_long_writes(log_and_file: tuple[UcxLog, pathlib.Path]) -> None:
+    log, file = log_and_file
+    assert log.write_path("intra-node") == "unknown"
+    file.write_text(_TABLES)
+    assert log.write_path("intra-node") == "cma"
+    assert log.write_path("inter-node") == "dc_mlx5+rc_mlx5"
+    assert log.write_path("self") == "unknown"
+
+
+def test_a_line_may_come_in_two_pieces_and_what_is_no_table_is_passed_on(
+    log_and_file: tuple[UcxLog, pathlib.Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    log, file = log_and_file
+    with caplog.at_level(logging.WARNING), file.open("w") as ucx:
+        ucx.write("[1.0] [vm:1:0] ib_md.c:1 UCX  WARN  no ")
+        ucx.flush()
+        log.read_new()
+        ucx.write("device\n")
+        ucx.flush()
+        log.read_new()
+    assert caplog.messages == ["[1.0] [vm:1:0] ib_md.c:1 UCX  WARN  no device"]
+
+
+def test_the_log_does_not_grow_without_bound(log_and_file: tuple[UcxLog, pathlib.Path]) -> None:
+    log, file = log_and_file
+    with file.open("w") as ucx:
+        for _ in range(4):
+            ucx.write("[1.0] [vm:1:0]   | a | b | c |\n" * 10_000)
+            ucx.flush()
+            log.read_new()
+            assert file.stat().st_blocks * 512 < 1 << 20
+        ucx.write(_TABLES)
+        ucx.flush()
+        assert log.write_path("intra-node") == "cma"
+
+
+def test_the_environment_is_as_before_and_what_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_LOG_FILE", "mine")
+    monkeypatch.delenv("UCX_PROTO_INFO", raising=False)
+    with UcxLog().environment():
+        assert os.environ["UCX_LOG_FILE"] == "mine"
+        assert os.environ["UCX_PROTO_INFO"] == "y"
+    assert os.environ["UCX_LOG_FILE"] == "mine"
+    assert "UCX_PROTO_INFO" not in os.environ
+
+
+_LIST_UNMAPPED = """
+from kvxfer.transports import exit_process
+from kvxfer.transports._nixl_engine import NixlEngine, NixlOptions, load_bindings
+nixl = load_bindings(NixlOptions(interface="lo"))
+engine = NixlEngine(nixl, "only")
+raised = {name for name, kind in vars(nixl).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+print(*sorted(raised - {kind.__name__ for kind in engine.mapped_errors}))
+engine.destroy()
+exit_process(0)
+"""
+
+
+@pytest.mark.nixl
+def test_every_exception_of_nixl_is_mapped_but_the_one_about_telemetry() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _LIST_UNMAPPED], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout.split() == ["nixlNoTelemetryError"]
