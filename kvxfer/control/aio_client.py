@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
@@ -223,14 +224,17 @@ class AsyncDecodeClient(_AsyncClient):
 async def _hand_over(
     socket_dir: str | os.PathLike[str], memory: HostMemory, layout: PoolLayout, timeout_s: float
 ) -> HandoffConnection:
-    task = asyncio.ensure_future(asyncio.to_thread(hand_over, socket_dir, memory, layout, timeout_s))
+    executor = ThreadPoolExecutor(1, "kvxfer-handoff")
+    future = executor.submit(hand_over, socket_dir, memory, layout, timeout_s)
     try:
-        return await asyncio.shield(task)
+        return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        task.add_done_callback(_close_unwanted)  # The thread cannot be stopped; nobody will have its result.
+        future.add_done_callback(_close_unwanted)  # The thread goes on, and nobody will have its result.
         raise
+    finally:
+        executor.shutdown(wait=False)
 
 
-def _close_unwanted(task: asyncio.Task[HandoffConnection]) -> None:
-    if not task.cancelled() and task.exception() is None:
-        task.result().close()
+def _close_unwanted(future: Future[HandoffConnection]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().close()

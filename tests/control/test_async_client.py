@@ -12,6 +12,7 @@ from kvxfer.control.client import (
     AsyncDecodeClient,
     ReceivePages,
 )
+from kvxfer.control.handoff_listener import HandoffListener, LostPool, ReceivedPool
 from kvxfer.control.messages import (
     Message,
     Ok,
@@ -26,7 +27,7 @@ from kvxfer.memory import HostMemory
 from kvxfer.transfer import EventKind
 from tests.control.core_agent import A, landed, ticket
 from tests.control.fake_agent import FakeAgent, accept_all
-from tests.control.pools import layout
+from tests.control.pools import layout, next_events
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -71,15 +72,21 @@ def test_a_cancelled_task_aborts_what_it_asked_for(tmp_path: Path, memory: HostM
         asyncio.run(main())
 
 
-def test_a_cancelled_connect_leaves_nothing(tmp_path: Path, memory: HostMemory) -> None:
+def test_a_cancelled_connect_takes_its_hand_over_back(
+    listener: HandoffListener, tmp_path: Path, memory: HostMemory
+) -> None:
     async def main() -> None:
-        task = asyncio.create_task(AsyncDecodeClient.connect(tmp_path, memory, layout(), timeout_s=0.5))
-        await asyncio.sleep(0.05)
+        task = asyncio.create_task(AsyncDecodeClient.connect(tmp_path, memory, layout(), timeout_s=5))
+        await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(main())
+    (received,) = next_events(listener)
+    assert isinstance(received, ReceivedPool)
+    received.memory.close()
+    assert next_events(listener) == [LostPool(received.pool)]
 
 
 def test_closing_wakes_the_tasks_that_wait(tmp_path: Path, memory: HostMemory) -> None:

@@ -122,11 +122,10 @@ def test_a_worker_does_not_drift_to_the_next_agent(tmp_path: Path) -> None:
         assert worker.send(REMOTE, b"hello")
         next_frame(first)
         first.close()
-        with WorkerListener(tmp_path) as second, WorkerConnection(tmp_path) as newcomer:
-            worker.send(REMOTE, b"for the first agent")
-            assert newcomer.send(REMOTE, b"hello")
-            assert next_frame(second)[1] == b"hello"
-            assert not Selector([second]).wait(0.3)
+        with WorkerListener(tmp_path) as second:
+            for _ in range(10):  # ZMQ would be back within 0.1 s
+                worker.send(REMOTE, b"for the first agent")
+                assert not Selector([second]).wait(0.05)
 
 
 def test_a_plain_file_in_the_way_is_not_removed(tmp_path: Path) -> None:

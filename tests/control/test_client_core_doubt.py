@@ -57,6 +57,17 @@ def test_a_late_refusal_does_not_end_what_is_open_for_other_reasons(agent: Agent
     assert core.take_event() is None
 
 
+def test_a_late_acceptance_ends_the_doubt(agent: Agent) -> None:
+    core = agent.core
+    first = core.request(submit(A))
+    core.give_up(first)
+    agent.say(Ok(), first)
+    second = core.request(submit(A))
+    agent.say(Refused(reason=Reason.STALE, detail="no"), second)
+    assert core.open_transfers == {A}
+    assert core.take_event() is None
+
+
 @pytest.mark.parametrize("second_answer", [Ok(), Refused(reason=Reason.STALE, detail="no")], ids=["ok", "refused"])
 def test_two_doubtful_requests_of_one_transfer(agent: Agent, second_answer: Message) -> None:
     core = agent.core
