@@ -27,7 +27,7 @@ from kvxfer.decode.receive import NO_PAGES, Receive, ReceivedChunk, ReceiveLeg, 
 from kvxfer.errors import LayoutError, RefusedError
 from kvxfer.layout import PoolLayout
 from kvxfer.operations import SegmentSource
-from kvxfer.slots import SlotTable
+from kvxfer.slots import SlotState, SlotTable
 from kvxfer.transfer import Reason
 from kvxfer.wire import plan_chunk
 
@@ -73,11 +73,11 @@ class DecodeCore:
     def attach_worker(self, layout: PoolLayout) -> None:
         """A worker has handed its pool over."""
         self.layout = layout
-        self._life.has_worker = True
 
     def worker_lost(self, now: float) -> None:
         """The worker is gone: its transfers end, and nobody is told but the peers."""
-        self._life.has_worker = False
+        for receive in self.receives.values():
+            receive.is_orphan = True
         self.fail_all(Reason.WORKER_LOST, "the decode worker is gone", now)
         self.layout = None
 
@@ -239,7 +239,8 @@ class DecodeCore:
     def _segment(self, receive: Receive, leg: ReceiveLeg, message: Segment, now: float) -> None:
         """A landing slot was filled. A repeated notice changes nothing; a false one ends the transfer."""
         chunk = leg.chunks.get(message.chunk)
-        if message.slot not in leg.credits:
+        # A slot may have been lent again since: only the segment's own bit says whether this is news.
+        if message.slot not in leg.credits or (chunk is not None and chunk.holds(message.segment)):
             self.refused["repeated segment"] += 1
             return
         if not receive.is_open:
@@ -270,10 +271,18 @@ class DecodeCore:
         self._life.advance(receive, now)
         self._life.lender.lend()
 
+    def rotated(self) -> None:
+        """The engine object was replaced: nothing can write a quarantined slot any more. No credit may be out then:
+        the bytes of a healthy write would be lost, and its sender might still be told that they arrived."""
+        assert self._life.lender.slots.count(SlotState.CREDITED) == 0
+        self._life.lender.slots.release_quarantine()
+        self._life.lender.lend()
+
     def tick(self, now: float) -> None:
         """Time has passed: deadlines, queries and repeated aborts."""
         for receive in list(self.receives.values()):
-            if receive.is_open and now >= receive.deadline:
+            # Rows that are all here and only on their way into pages have made it in time.
+            if receive.is_open and now >= receive.deadline and not receive.has_come:
                 self._life.fail(receive, Reason.DEADLINE, "the deadline of the decode side has passed", now)
             self._life.remind(receive, now)
 
@@ -281,8 +290,6 @@ class DecodeCore:
 def _segment_problem(chunk: ReceivedChunk | None, message: Segment) -> str | None:
     if chunk is None or message.segment >= len(chunk.has_come):
         return f"segment {message.segment} of chunk {message.chunk}: was not announced"
-    if chunk.has_come[message.segment]:
-        return f"segment {message.segment} of chunk {message.chunk}: came twice, in different slots"
     first_byte, end_byte = chunk.source.plan.segment_range(message.segment)
     if message.num_bytes != end_byte - first_byte:
         return (

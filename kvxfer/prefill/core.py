@@ -265,6 +265,11 @@ class PrefillCore:
         else:
             self._life.advance(transfer, now)
 
+    def rotated(self, now: float) -> None:
+        """The engine object was replaced and has reported its writes: nothing can use a quarantined slot any more."""
+        self._life.sender.slots.release_quarantine()
+        self._life.sender.pump(now)
+
     def tick(self, now: float) -> None:
         """Time has passed: deadlines, and answers that were not acknowledged."""
         for transfer in list(self.transfers.values()):
