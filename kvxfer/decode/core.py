@@ -68,6 +68,16 @@ class DecodeCore:
         """The lowest generation that is still live; every one below is over."""
         return min((receive.generation for receive in self.receives.values()), default=self._num_opened + 1)
 
+    @property
+    def may_renew_slots(self) -> bool:
+        """Whether the agent should move its landing slots to other memory now: no credit for them is out."""
+        return self._life.lender.may_be_renewed
+
+    def slots_renewed(self) -> None:
+        """The slots lie in other memory, which no late write knows of: quarantine is over."""
+        self._life.lender.slots.release_quarantine()
+        self._life.lender.lend()
+
     # ---- the worker ----
 
     def attach_worker(self, layout: PoolLayout) -> None:

@@ -28,6 +28,12 @@ class SlotLender:
         """Quarantined slots at which a peer gets no more credits."""
         return max(1, self.slots.num_slots // 4)
 
+    @property
+    def may_be_renewed(self) -> bool:
+        """Whether enough slots are quarantined to move to other memory, and none of the others is in use."""
+        in_use = self.slots.count(SlotState.CREDITED) + self.slots.count(SlotState.SCATTERING)
+        return in_use == 0 and self.slots.count(SlotState.QUARANTINED) >= self.quarantine_cap
+
     def want(self, leg: ReceiveLeg, num_wanted: int) -> None:
         """`leg` holds packed segments for `num_wanted` credits over its life."""
         leg.num_wanted = max(leg.num_wanted, num_wanted)
@@ -36,7 +42,9 @@ class SlotLender:
         self.lend()
 
     def lend(self) -> None:
-        """Credit free slots, one a turn."""
+        """Credit free slots, one a turn. With half of them quarantined none is lent, until they have been renewed."""
+        if self.slots.count(SlotState.QUARANTINED) > self.slots.num_slots // 2:
+            return
         given: dict[int, tuple[ReceiveLeg, list[int]]] = {}
         num_passed = 0
         while self.slots.num_free and num_passed < len(self._turns):
@@ -58,9 +66,10 @@ class SlotLender:
             self._outbox.append(SendToPeer(leg.source.incarnation, message))
 
     def begin_scatter(self, leg: ReceiveLeg, slot: int) -> None:
-        """The leg has filled `slot`."""
+        """The leg has filled `slot`, which makes room for another credit of its own."""
         leg.credits.remove(slot)
         self.slots.move(slot, SlotState.SCATTERING)
+        self.lend()
 
     def give_back(self, slot: int) -> None:
         """Nothing uses `slot` any more."""

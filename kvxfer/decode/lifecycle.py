@@ -30,7 +30,6 @@ class Lifecycle:
     def __init__(self, slots: SlotTable, credits_per_leg: int, outbox: list[Action]) -> None:
         self.lender = SlotLender(slots, credits_per_leg, outbox)
         self.receives: dict[str, Receive] = {}
-        self.has_worker = False
         self.clock: Callable[[], float] = time.perf_counter
         self._outbox = outbox
 
@@ -74,7 +73,7 @@ class Lifecycle:
 
     def advance(self, receive: Receive, now: float) -> None:
         """End the transfer if that has become possible."""
-        if receive.state is ReceiveState.WAITING and all(leg.has_come for leg in receive.legs):
+        if receive.state is ReceiveState.WAITING and receive.has_come:
             problem = next((text for leg in receive.legs if (text := _count_problem(leg)) is not None), None)
             if problem is not None:
                 self.fail(receive, Reason.INCOMPLETE, problem, now)
@@ -144,7 +143,7 @@ class Lifecycle:
         self._outbox.append(SendToPeer(leg.source.incarnation, message))
 
     def _notify(self, receive: Receive, kind: EventKind, now: float) -> None:
-        if not self.has_worker:
+        if receive.is_orphan:
             return
         landed = kind is EventKind.LANDED
         event = TransferEvent(

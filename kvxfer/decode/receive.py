@@ -36,6 +36,10 @@ class ReceivedChunk:
     has_come: bytearray
     num_missing: int
 
+    def holds(self, segment: int) -> bool:
+        """Whether `segment` is one of the chunk's and was taken over."""
+        return segment < len(self.has_come) and self.has_come[segment] == 1
+
 
 @dataclass(slots=True, eq=False)
 class ReceiveLeg:
@@ -87,6 +91,7 @@ class Receive:
     state: ReceiveState = ReceiveState.OPEN
     cancel: CancelFlag = field(default_factory=CancelFlag)
     num_scattering: int = 0
+    is_orphan: bool = False  # its worker is gone: nobody is told of its end
     reason: Reason | None = None
     detail: str = ""
     plan_s: float = 0.0
@@ -96,6 +101,11 @@ class Receive:
     def is_open(self) -> bool:
         """Whether its rows may still be put into pages."""
         return self.state in (ReceiveState.OPEN, ReceiveState.WAITING)
+
+    @property
+    def has_come(self) -> bool:
+        """Whether every leg has finished and all its segments were taken over."""
+        return all(leg.has_come for leg in self.legs)
 
     @property
     def has_ended(self) -> bool:
