@@ -122,6 +122,7 @@ class DecodeCore:
     def peer_paired(self, info: SourceInfo, now: float) -> None:
         """A prefill agent was paired."""
         self.sources[info.incarnation] = info
+        self._life.lender.num_sources = len(self.sources)
         for receive in list(self.receives.values()):
             legs = [leg for leg in receive.legs if leg.source.incarnation == info.incarnation and leg.info is None]
             for leg in legs:
@@ -132,6 +133,7 @@ class DecodeCore:
     def peer_gone(self, incarnation: str, reason: Reason, detail: str, now: float) -> None:
         """A prefill agent is lost, refused to pair, or could not be reached."""
         self.sources.pop(incarnation, None)
+        self._life.lender.num_sources = len(self.sources)
         for receive in list(self.receives.values()):
             for leg in receive.legs:
                 if leg.source.incarnation == incarnation and not leg.is_closed:
@@ -254,7 +256,7 @@ class DecodeCore:
             self.refused["repeated segment"] += 1
             return
         if not receive.is_open:
-            self._life.take_back(leg, message.slot)
+            self._life.lender.drop_segment(leg, message.slot)
             return
         problem = _segment_problem(chunk, message)
         if problem is not None or chunk is None:
@@ -275,11 +277,10 @@ class DecodeCore:
         receive, slot = self._scatters.pop(operation)
         receive.num_scattering -= 1
         receive.scatter_s += busy_s
-        self._life.lender.give_back(slot)
         if error is not None:
             self._life.fail(receive, Reason.SCATTER_FAILED, error, now)
         self._life.advance(receive, now)
-        self._life.lender.lend()
+        self._life.lender.end_scatter(slot)
 
     def rotated(self) -> None:
         """The engine object was replaced: nothing can write a quarantined slot any more. No credit may be out then:

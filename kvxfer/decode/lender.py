@@ -6,7 +6,7 @@ may still be used by an unproven write is quarantined; a peer with many of those
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from kvxfer.control.messages import Credits
 from kvxfer.decode.actions import Action, SendToPeer
@@ -22,6 +22,8 @@ class SlotLender:
         self._credits_per_leg = credits_per_leg
         self._outbox = outbox
         self._turns: deque[ReceiveLeg] = deque()  # legs that want more credits than they got
+        self._num_lent: Counter[str] = Counter()  # credited slots by source
+        self.num_sources = 0
 
     @property
     def quarantine_cap(self) -> int:
@@ -58,6 +60,7 @@ class SlotLender:
             num_passed = 0
             leg.credits.add(slot)
             leg.num_credited += 1
+            self._num_lent[leg.source.incarnation] += 1
             given.setdefault(id(leg), (leg, []))[1].append(slot)
             if leg.num_credited >= leg.num_wanted:
                 self._turns.remove(leg)
@@ -67,13 +70,20 @@ class SlotLender:
 
     def begin_scatter(self, leg: ReceiveLeg, slot: int) -> None:
         """The leg has filled `slot`, which makes room for another credit of its own."""
-        leg.credits.remove(slot)
+        self._take_back(leg, slot)
         self.slots.move(slot, SlotState.SCATTERING)
         self.lend()
 
-    def give_back(self, slot: int) -> None:
+    def end_scatter(self, slot: int) -> None:
         """Nothing uses `slot` any more."""
         self.slots.move(slot, SlotState.FREE)
+        self.lend()
+
+    def drop_segment(self, leg: ReceiveLeg, slot: int) -> None:
+        """The leg has filled `slot` after its transfer had ended: its rows go nowhere."""
+        self._take_back(leg, slot)
+        self.slots.move(slot, SlotState.FREE)
+        self.lend()
 
     def drop_wants(self, leg: ReceiveLeg) -> None:
         """`leg` gets no more credits; those that it holds stay its own."""
@@ -83,14 +93,22 @@ class SlotLender:
     def close(self, leg: ReceiveLeg, unknown_slots: frozenset[int]) -> None:
         """No write of `leg` is under way any more, but for those to `unknown_slots`."""
         self.drop_wants(leg)
-        for slot in leg.credits:
+        for slot in list(leg.credits):
+            self._take_back(leg, slot)
             if slot in unknown_slots:
                 self.slots.quarantine(slot, leg.source.incarnation)
             else:
-                self.give_back(slot)
-        leg.credits.clear()
+                self.slots.move(slot, SlotState.FREE)
+        self.lend()
+
+    def _take_back(self, leg: ReceiveLeg, slot: int) -> None:
+        leg.credits.remove(slot)
+        self._num_lent[leg.source.incarnation] -= 1
 
     def _may_have(self, leg: ReceiveLeg) -> bool:
-        if len(leg.credits) >= self._credits_per_leg:
+        source = leg.source.incarnation
+        # A source that was lent slots and does not write must leave some for the others.
+        share = self.slots.num_slots if self.num_sources <= 1 else max(1, self.slots.num_slots // 2)
+        if len(leg.credits) >= self._credits_per_leg or self._num_lent[source] >= share:
             return False
-        return self.slots.num_quarantined(leg.source.incarnation) < self.quarantine_cap
+        return self.slots.num_quarantined(source) < self.quarantine_cap

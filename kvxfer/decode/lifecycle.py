@@ -117,13 +117,6 @@ class Lifecycle:
             return
         leg.is_closed = True
         self.lender.close(leg, unknown_slots)
-        self.lender.lend()
-
-    def take_back(self, leg: ReceiveLeg, slot: int) -> None:
-        """A slot of an ended transfer was written after all: its rows go nowhere."""
-        leg.credits.remove(slot)
-        self.lender.give_back(slot)
-        self.lender.lend()
 
     def remind(self, receive: Receive, now: float) -> None:
         """Ask silent legs how far they are; repeat aborts that were not answered."""
