@@ -91,7 +91,8 @@ class DcpGroup:
         self.backend, self.backend_reason = choose_backend(backend, largest)
         if scale is not None and dtype not in FP8_DTYPES:
             raise KernelContractError(f"scale: got {scale} for {dtype}, expected None: only fp8 payloads are scaled")
-        self.device = device or _device_of(process_group)
+        # With its index: "cuda" alone is equal to no tensor's device.
+        self.device = torch.empty(0, device=device or _device_of(process_group)).device
         self._group = process_group
         self._exchange: Exchange
         if self.world == 1 or self.backend == "a2a":
