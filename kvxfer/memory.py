@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -15,6 +16,20 @@ from kvxfer.errors import HandoffError
 
 _SIZE_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _SEALS = _SIZE_SEALS | fcntl.F_SEAL_SEAL
+
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # not in the mmap module
+_ABANDONED_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+_abandoned: list[mmap.mmap] = []
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
 
 
 class HostMemory:
@@ -79,6 +94,21 @@ class HostMemory:
         except BufferError:
             # A view is still alive somewhere; the mapping goes when that view does.
             return
+
+    def abandon(self) -> None:
+        """Give the memory back, but keep its addresses for ever.
+
+        For memory that a peer may still write to: what lands late falls into empty pages that nobody reads. Nothing
+        else is ever mapped there, so a late write of another process cannot hit what it was not meant for.
+        """
+        address, num_bytes = self.address, self.num_bytes
+        self.array = np.empty(0, dtype=np.uint8)
+        os.close(self.fd)
+        self.fd = -1
+        replaced = _libc.mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, _ABANDONED_FLAGS, -1, 0)
+        if replaced != address:
+            raise OSError(ctypes.get_errno(), "the mapping could not be replaced")
+        _abandoned.append(self._mapping)  # closing it would free the addresses
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Protocol
@@ -96,11 +97,13 @@ class Sidecar:
         self.incarnation = new_id()
         self.log = logging.getLogger(f"kvxfer.{role}")
         self.pool: ReceivedPool | None = None
+        self._slot_config = slots
         self._agent = agent
         self._worker: bytes | None = None
         self._next_pool: ReceivedPool | None = None
         self._lost_pool: ReceivedPool | None = None
         self._waiting_worker: tuple[bytes, AttachWorker, int] | None = None  # of the next pool
+        self._events: deque[TransferEvent] = deque()  # for the worker: at most two a transfer that it opened
         self._stopping = False
         self._handlers: dict[int, Callable[[float], None]] = {}
         self._selector = Selector()
@@ -110,7 +113,7 @@ class Sidecar:
             self._handoffs = HandoffListener(socket_dir)
             stack.callback(self._handoffs.close)
             self.slots = Slots(slots)
-            stack.callback(self.slots.memory.close)
+            stack.callback(lambda: self.slots.memory.close())
             options = dict(transport.options)
             if transport.interface:
                 options["interface"] = transport.interface
@@ -125,6 +128,23 @@ class Sidecar:
         self.watch(self._workers, self._receive_from_workers)
         self.watch(self._handoffs, self._poll_handoffs)
         self._selector.add(self._stop_fd)
+
+    def renew_slots(self) -> None:
+        """Move the slots to other memory, where nothing that a peer still does to the old ones can reach them.
+
+        Raises `TransportError` or `OSError`, and changes nothing, where there is no more memory to be had.
+        """
+        fresh = Slots(self._slot_config)
+        try:
+            region = self.transport.register(fresh.region)
+        except BaseException:
+            fresh.memory.close()
+            raise
+        old_slots, old_region = self.slots, self.region
+        self.slots, self.region = fresh, region
+        self.transport.deregister(old_region)
+        old_slots.memory.abandon()
+        self.log.warning("moved %d slots to other memory: late writes may still reach the old", fresh.num_slots)
 
     # ---- the loop ----
 
@@ -153,6 +173,7 @@ class Sidecar:
                 self._poll_handoffs(now)
                 self._agent.tick(now)
             self._agent.perform(now)
+            self._send_events()
             self._swap_pools()
 
     def stop(self) -> None:
@@ -184,9 +205,16 @@ class Sidecar:
     # ---- the worker ----
 
     def notify(self, event: TransferEvent) -> None:
-        """Send an event to the worker, where there is one."""
-        if self._worker is not None and not self._workers.send(self._worker, encode(event)):
-            self.log.warning("transfer %s: the worker does not take its %s", event.transfer, event.event.value)
+        """Send an event to the worker, where there is one; a worker whose queue is full gets it later."""
+        if self._worker is not None:
+            self._events.append(event)
+            self._send_events()
+
+    def _send_events(self) -> None:
+        while self._events and self._worker is not None:
+            if not self._workers.send(self._worker, encode(self._events[0])):
+                return
+            self._events.popleft()
 
     def _receive_from_workers(self, now: float) -> None:
         def handle(sender: bytes, message: Message, request_id: int) -> None:
@@ -209,7 +237,7 @@ class Sidecar:
     def _serve(self, sender: bytes, message: Message, now: float) -> WorkerReply:
         if isinstance(message, AttachWorker):
             if self.pool is None or message.pool != self.pool.pool:
-                raise RefusedError("attach: got a pool that was not handed over to this run of the agent")
+                raise RefusedError("attach: this agent serves another worker's pool; one agent serves one worker")
             self._worker = sender
             return self._agent.worker_attached(self.pool.layout, now)
         if sender != self._worker:
@@ -237,8 +265,8 @@ class Sidecar:
         elif self.pool is None and self._next_pool is None:
             self._next_pool = received  # waits until the last operation on the lost one has ended
         else:
+            # Its worker hears of it when it attaches.
             self.log.warning("refused a second pool: this agent serves one worker")
-            self._handoffs.release(received.pool)
             received.memory.close()
 
     def _lose_pool(self, pool: str, now: float) -> None:
@@ -249,6 +277,7 @@ class Sidecar:
             return
         self.log.info("pool %s: its worker is gone", pool)
         self._worker = None
+        self._events.clear()
         self._lost_pool, self.pool = self.pool, None
         self._agent.worker_lost(now)
 

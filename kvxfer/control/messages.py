@@ -30,6 +30,7 @@ _Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _SlotIndex = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _Slots = Annotated[tuple[_SlotIndex, ...], msgspec.Meta(max_length=4096)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+_Measure = Annotated[float, msgspec.Meta(ge=0, le=1e18)]  # no NaN, no infinity
 _Text = Annotated[str, msgspec.Meta(max_length=2000)]
 _Endpoint = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Ranges = Annotated[tuple[TokenRange, ...], msgspec.Meta(max_length=MAX_GROUPS)]
@@ -154,11 +155,11 @@ class TransferStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     num_segments: Counter = 0
     num_descriptors: Counter = 0
     num_runs: Counter = 0
-    elapsed_s: float = 0.0
-    plan_s: float = 0.0
-    pack_s: float = 0.0
-    send_s: float = 0.0
-    scatter_s: float = 0.0
+    elapsed_s: _Measure = 0.0
+    plan_s: _Measure = 0.0
+    pack_s: _Measure = 0.0
+    send_s: _Measure = 0.0
+    scatter_s: _Measure = 0.0
 
 
 class TransferEvent(MessageBase, frozen=True, kw_only=True):
@@ -202,12 +203,20 @@ class Hello(MessageBase, frozen=True, kw_only=True):
     probe_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
 
 
+class NewRegion(MessageBase, frozen=True, kw_only=True):
+    """Decode to prefill: the landing slots have moved to another region; credits that follow mean that one."""
+
+    metadata: _Metadata
+    region_id: Counter
+    region_bytes: Counter
+
+
 class PathFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the wire to one peer did when it was measured."""
 
     path: Annotated[str, msgspec.Meta(max_length=200)] = "unknown"
-    descriptor_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    descriptor_s: _Measure = 0.0
+    bytes_per_s: _Measure = 0.0
 
 
 class Welcome(MessageBase, frozen=True, kw_only=True):
@@ -343,7 +352,7 @@ class LegStatus(_LegMessage, frozen=True, kw_only=True):
 
 WorkerRequest = AttachWorker | NewTicket | Submit | Open | AbortTransfer
 WorkerReply = Attached | TicketMade | Ok | Refused
-DecodeToPrefill = Hello | Ping | Goodbye | Grant | Credits | AbortLeg | QuiescedAck | Query
+DecodeToPrefill = Hello | NewRegion | Ping | Goodbye | Grant | Credits | AbortLeg | QuiescedAck | Query
 PrefillToDecode = (
     Welcome | NotReady | Refused | Ping | Goodbye | Chunk | Want | Segment | Finished | LegFailed | Quiesced | LegStatus
 )

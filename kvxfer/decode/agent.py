@@ -11,6 +11,7 @@ from kvxfer.control.messages import (
     Goodbye,
     Hello,
     Message,
+    NewRegion,
     NotReady,
     Ok,
     Open,
@@ -23,7 +24,7 @@ from kvxfer.control.messages import (
 from kvxfer.decode.actions import Notify, PairWith, Scatter, SendToPeer
 from kvxfer.decode.core import DecodeCore
 from kvxfer.decode.pairing import HELLO_AGAIN_S, PrefillPeer
-from kvxfer.errors import ProtocolError, RefusedError
+from kvxfer.errors import ProtocolError, RefusedError, TransportError
 from kvxfer.layout import PoolLayout
 from kvxfer.ops.config import DecodeConfig
 from kvxfer.rows_host import scatter_segment
@@ -218,6 +219,23 @@ class DecodeAgent:
                 peer.pinged_at = now
                 peer.send(Ping(incarnation=self.incarnation, floor=self._core.floor()))
         self._core.tick(now)
+        if self._core.may_renew_slots:
+            self._renew_slots()
+
+    def _renew_slots(self) -> None:
+        """Take other memory for the landing slots and tell every peer, before any credit for it goes out."""
+        try:
+            self._sidecar.renew_slots()
+        except (TransportError, OSError):
+            self._sidecar.log.exception("cannot replace quarantined slots")
+            return
+        region = self._sidecar.region
+        message = NewRegion(
+            metadata=self._sidecar.transport.metadata(), region_id=region.region_id, region_bytes=region.num_bytes
+        )
+        for peer in self._peers.values():
+            peer.renew_region(message)
+        self._core.slots_renewed()
 
     def perform(self, now: float) -> None:
         """Do what the core asks for, and what follows from it."""

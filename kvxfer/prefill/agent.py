@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvxfer.control.channel import PeerListener
-from kvxfer.control.codec import encode
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import (
     AbortTransfer,
     Attached,
-    Goodbye,
-    Hello,
     Message,
     NewTicket,
-    NotReady,
     Ok,
-    Ping,
-    PrefillToDecode,
-    Refused,
     Source,
     Submit,
     Ticket,
     TicketMade,
-    Welcome,
     WorkerReply,
 )
 from kvxfer.errors import RefusedError, TransportError
@@ -35,23 +26,14 @@ from kvxfer.ops.config import PrefillConfig
 from kvxfer.prefill.actions import Gather, Notify, SendToPeer, Write
 from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.leg import Mode
-from kvxfer.prefill.pairing import Paired, Prober, Unpaired, check_hello
+from kvxfer.prefill.links import PeerLinks
 from kvxfer.rows_host import gather_segment
-from kvxfer.sidecar import PROBE_BYTES, Sidecar
+from kvxfer.sidecar import Sidecar
 from kvxfer.slots import SENDER_MOVES, SlotTable
 from kvxfer.transfer import Reason
-from kvxfer.transports.base import Completion, Outcome, Region, RegionDescriptor, WriteBatch
+from kvxfer.transports.base import Outcome, Region, RegionDescriptor, WriteBatch
 
-_PINGS_PER_TIMEOUT = 4
-
-
-@dataclass(slots=True)
-class _Peer:
-    """A decode agent that has said hello."""
-
-    hello: Hello
-    heard_at: float
-    pinged_at: float = 0.0
+_ROTATE_EVERY_S = 5.0
 
 
 class PrefillAgent:
@@ -59,12 +41,11 @@ class PrefillAgent:
 
     def __init__(self, config: PrefillConfig) -> None:
         """Listen, make the slots, start the engine. Raises `ConfigError`, `EngineMissingError`, `TransportError`."""
-        self._peer_timeout_s = config.peer_timeout_s
-        self._peers: dict[str, _Peer] = {}
         self._writes: dict[int, Write] = {}
         self._raw_region: RegionDescriptor | None = None
+        self._rotate_at = 0.0
         self._mode = Mode(config.mode)
-        self._listener = PeerListener(
+        listener = PeerListener(
             config.listen_host,
             config.listen_port,
             allow_wildcard=bool(config.advertise_host),
@@ -82,15 +63,12 @@ class PrefillAgent:
                 num_threads=config.num_threads,
             )
         except BaseException:
-            self._listener.close()
+            listener.close()
             raise
-        self.endpoint = self._listener.endpoint
+        self.endpoint = listener.endpoint
         self.incarnation = self._sidecar.incarnation
-        slots = self._sidecar.slots
-        self._core = PrefillCore(SlotTable(slots.num_slots, SENDER_MOVES), self._mode)
-        probe_address = slots.memory.address + slots.probe_offset_bytes
-        self._prober = Prober(self._sidecar.transport, probe_address, PROBE_BYTES, time.perf_counter)
-        self._sidecar.watch(self._listener, self._receive_from_peers)
+        self._core = PrefillCore(SlotTable(config.slots.num_slots, SENDER_MOVES), self._mode)
+        self._links = PeerLinks(listener, self._sidecar, self._core, config.peer_timeout_s)
         self._sidecar.watch(self._sidecar.mover, self._poll_gathers)
         self._sidecar.watch(self._sidecar.transport, self._poll_writes)
 
@@ -100,8 +78,7 @@ class PrefillAgent:
         now = time.monotonic()
         self._core.fail_all(Reason.SHUTDOWN, "the prefill agent is shutting down", now)
         self.perform(now)
-        for peer in list(self._peers):
-            self._send(peer, Goodbye(incarnation=self.incarnation))
+        self._links.say_goodbye()
 
     def stop(self) -> None:
         """End `run()` soon; may be called from a signal handler or another thread."""
@@ -110,14 +87,13 @@ class PrefillAgent:
     def close(self) -> None:
         """Give everything back."""
         self._sidecar.close()
-        self._listener.close()
+        self._links.close()
 
     # ---- the worker ----
 
     def worker_attached(self, layout: PoolLayout, now: float) -> WorkerReply:
         """A worker has handed over its pool; peers that were paired with another one must pair anew."""
-        for peer in list(self._peers):
-            self._lose_peer(peer, Reason.PEER_LOST, now)
+        self._links.lose_all(Reason.PEER_LOST, now)
         self._core.attach_worker(layout)
         if self._mode is Mode.RAW:
             assert self._sidecar.pool is not None
@@ -129,8 +105,7 @@ class PrefillAgent:
         """The worker's end was seen."""
         self._core.worker_lost(now)
         self.perform(now)
-        for peer in list(self._peers):
-            self._lose_peer(peer, Reason.WORKER_LOST, now)
+        self._links.lose_all(Reason.WORKER_LOST, now)
 
     def worker_request(self, message: Message, now: float) -> WorkerReply:
         """Tickets, submits, aborts."""
@@ -160,107 +135,25 @@ class PrefillAgent:
     def _source(self) -> Source:
         return Source(endpoint=self.endpoint, incarnation=self.incarnation)
 
-    # ---- peers ----
-
-    def _receive_from_peers(self, now: float) -> None:
-        def handle(sender: bytes, message: Message, _request_id: int) -> None:
-            peer = sender.decode("ascii", "replace")
-            if peer in self._peers:
-                self._peers[peer].heard_at = now
-            match message:
-                case Hello():
-                    self._hello(peer, message, now)
-                case Goodbye():
-                    self._lose_peer(peer, Reason.PEER_LOST, now)
-                case _ if peer in self._peers:
-                    self._core.receive(peer, message, now)  # type: ignore[arg-type]
-                case _:
-                    # It was paired with an earlier run at this address, or we have given it up.
-                    self._listener.send(sender, encode(Goodbye(incarnation=self.incarnation)))
-
-        self._sidecar.drain(self._listener, handle)
-
-    def _hello(self, peer: str, hello: Hello, now: float) -> None:
-        sidecar = self._sidecar
-        if sidecar.pool is None or hello.incarnation != peer:
-            self._listener.send(peer.encode(), encode(NotReady()))
-            return
-        self._forget_peer(peer, Reason.PEER_LOST, now)
-        try:
-            info = check_hello(
-                hello,
-                incarnation=self.incarnation,
-                transport=sidecar.transport.name,
-                layout=sidecar.pool.layout,
-                slot_bytes=sidecar.slots.slot_bytes,
-            )
-        except RefusedError as error:
-            sidecar.log.warning("refused decode agent %s: %s", peer, error)
-            refusal = Refused(reason=error.reason, detail=error.detail[:2000], field=error.field)
-            self._listener.send(peer.encode(), encode(refusal))
-            return
-        self._peers[peer] = _Peer(hello, now)
-        unpaired = self._prober.begin(hello, info)
-        if unpaired is not None:
-            self._unpaired(unpaired, now)
-
-    def _paired(self, paired: Paired) -> None:
-        peer = paired.info.incarnation
-        pool = self._sidecar.pool
-        if pool is None or peer not in self._peers:
-            return
-        self._core.peer_paired(paired.info)
-        figures = paired.figures
-        self._sidecar.log.info(
-            "paired with decode agent %s: path %s, %.2f us a descriptor, %.2f GB/s",
-            peer,
-            figures.path,
-            figures.descriptor_s * 1e6,
-            figures.bytes_per_s / 1e9,
-        )
-        self._send(
-            peer,
-            Welcome(
-                incarnation=self.incarnation,
-                pool=pool.pool,
-                layout=pool.layout,
-                segment_bytes=paired.info.segment_bytes,
-                figures=figures,
-            ),
-        )
-
-    def _unpaired(self, unpaired: Unpaired, now: float) -> None:
-        self._sidecar.log.warning("cannot pair with %s: %s", unpaired.incarnation, unpaired.refusal.detail)
-        self._send(unpaired.incarnation, unpaired.refusal)
-        self._lose_peer(unpaired.incarnation, Reason.PEER_LOST, now)
-
-    def _lose_peer(self, peer: str, reason: Reason, now: float) -> None:
-        """Give a peer up, and tell it."""
-        if peer in self._peers:
-            self._listener.send(peer.encode(), encode(Goodbye(incarnation=self.incarnation)))
-            self._forget_peer(peer, reason, now)
-
-    def _forget_peer(self, peer: str, reason: Reason, now: float) -> None:
-        if self._peers.pop(peer, None) is not None:
-            self._core.peer_gone(peer, reason, now)
-            self._sidecar.transport.drop_peer(peer)
-
-    def _send(self, peer: str, message: PrefillToDecode) -> None:
-        if peer in self._peers and not self._listener.send(peer.encode(), encode(message)):
-            self._peers[peer].heard_at = -np.inf  # its queue is full, or it is gone: the next tick gives it up
-
     # ---- actions and their ends ----
 
     def tick(self, now: float) -> None:
-        """Deadlines, and peers that were silent for too long."""
-        for name, peer in list(self._peers.items()):
-            if now - peer.heard_at > self._peer_timeout_s:
-                self._sidecar.log.warning("decode agent %s was silent for %.1f s", name, now - peer.heard_at)
-                self._lose_peer(name, Reason.PEER_LOST, now)
-            elif now - peer.pinged_at > self._peer_timeout_s / _PINGS_PER_TIMEOUT:
-                peer.pinged_at = now
-                self._send(name, Ping(incarnation=self.incarnation))
+        """Deadlines, peers that were silent for too long, and slots that only a new engine can free."""
+        self._links.tick(now)
         self._core.tick(now)
+        if self._core.needs_rotation and now >= self._rotate_at:
+            self._rotate_at = now + _ROTATE_EVERY_S
+            self._rotate(now)
+
+    def _rotate(self, now: float) -> None:
+        """Replace the engine: writes with an unknown end can read no slot any more."""
+        try:
+            self._sidecar.transport.rotate()
+        except TransportError:
+            self._sidecar.log.exception("cannot replace the engine")
+            return
+        self._poll_writes(now)  # those that the old engine took with it are reported by now
+        self._core.engine_rotated()
 
     def perform(self, now: float) -> None:
         """Do what the core asks for, and what follows from it."""
@@ -268,7 +161,7 @@ class PrefillAgent:
             for action in actions:
                 match action:
                     case SendToPeer():
-                        self._send(action.peer, action.message)
+                        self._links.send(action.peer, action.message)
                     case Notify():
                         self._sidecar.notify(action.event)
                     case Gather():
@@ -282,7 +175,7 @@ class PrefillAgent:
 
     def _write(self, write: Write, now: float) -> None:
         """Post a write, unless its leg was stopped just now."""
-        if write.cancel.is_set or write.peer not in self._peers:
+        if write.cancel.is_set or write.peer not in self._links:
             self._core.write_ended(write.operation, Outcome.FAILED, "was not posted", now)
             return
         try:
@@ -293,7 +186,7 @@ class PrefillAgent:
         self._writes[write_id] = write
 
     def _batch(self, write: Write) -> WriteBatch:
-        hello = self._peers[write.peer].hello
+        hello = self._links.hello(write.peer)
         region = RegionDescriptor(hello.region_id, hello.region_bytes)
         dst_offset = write.notice.slot * hello.slot_bytes
         if write.runs is None:
@@ -315,18 +208,9 @@ class PrefillAgent:
         for completion in self._sidecar.transport.poll():
             write = self._writes.pop(completion.write_id, None)
             if write is None:
-                self._probe_ended(completion, now)
+                self._links.probe_ended(completion, now)
                 continue
             if completion.outcome is Outcome.DONE:
                 # The engine has proven the bytes to be in the peer's memory: only now is the peer told.
-                self._send(write.peer, write.notice)
+                self._links.send(write.peer, write.notice)
             self._core.write_ended(write.operation, completion.outcome, completion.detail, now)
-
-    def _probe_ended(self, completion: Completion, now: float) -> None:
-        match self._prober.ended(completion):
-            case Paired() as paired:
-                self._paired(paired)
-            case Unpaired() as unpaired:
-                self._unpaired(unpaired, now)
-            case None:
-                return

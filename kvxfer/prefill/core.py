@@ -27,7 +27,7 @@ from kvxfer.prefill.leg import Leg, Mode, PeerInfo
 from kvxfer.prefill.lifecycle import Lifecycle
 from kvxfer.prefill.peers import MAX_LEGS_PER_PEER, LegKey, Peer
 from kvxfer.prefill.transfer import Transfer
-from kvxfer.slots import SlotTable
+from kvxfer.slots import SlotState, SlotTable
 from kvxfer.transfer import LegState, Reason
 from kvxfer.transports.base import Outcome
 
@@ -52,6 +52,16 @@ class PrefillCore:
     def num_reading_pool(self) -> int:
         """Operations that may read the worker's pool."""
         return self._life.sender.num_reading_pool
+
+    @property
+    def needs_rotation(self) -> bool:
+        """Whether so many slots are quarantined that the agent should replace its engine."""
+        slots = self._life.sender.slots
+        return slots.count(SlotState.QUARANTINED) >= max(1, slots.num_slots // 4)
+
+    def engine_rotated(self) -> None:
+        """No engine object is left that could read a quarantined slot."""
+        self._life.sender.slots.release_quarantine()
 
     def take_actions(self) -> list[Action]:
         """What to do now, in order."""

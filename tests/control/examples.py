@@ -92,6 +92,7 @@ EXAMPLES: dict[str, m.Message] = {
     ),
     "not_ready": m.NotReady(),
     "goodbye": m.Goodbye(incarnation=DECODER),
+    "new_region": m.NewRegion(metadata=b"\x00md", region_id=4, region_bytes=1 << 26),
     "ping": m.Ping(incarnation=DECODER, floor=7),
     "grant": m.Grant(
         transfer=TRANSFER,

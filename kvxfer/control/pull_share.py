@@ -1,0 +1,276 @@
+"""Sharing of a source pool with decode agents of the same host, read-only, so that they can pull rows themselves.
+
+One packet each way over a unix socket (SOCK_SEQPACKET): the decode agent sends `PullRequest`, the prefill agent
+answers `PullOffer` with two read-only descriptors, the pool and the lease words, or `PullRefusal`.
+
+A lease word is written by the source alone. It holds a leg's value while its rows may be pulled; the source revokes by
+changing it, and whoever pulled looks at it after the copy: rows that were pulled under a changed word are worth
+nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import socket
+import struct
+from array import array
+from collections import deque
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.control.messages import Counter, Id
+from kvxfer.control.socket_dir import SocketClaim, group_only_umask
+from kvxfer.errors import ConfigError, HandoffError
+from kvxfer.memory import HostMemory, check_memfd
+
+PULL_SOCKET = "pull.sock"
+NUM_LEASES = 4096
+_MAX_PACKET_BYTES = 4096
+_MAX_REQUESTS_PER_POLL = 64
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+class PullRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Decode to prefill: share `pool` of the run `incarnation`."""
+
+    incarnation: Id
+    pool: Id
+
+
+class PullOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="offer"):
+    """Prefill to decode: the descriptors that come along are the pool and the lease words."""
+
+    pool_bytes: Counter
+    lease_bytes: Counter
+
+
+class PullRefusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="refusal"):
+    """Prefill to decode: nothing is shared."""
+
+    detail: Annotated[str, msgspec.Meta(max_length=1000)]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(PullRequest)
+_answer_decoder = msgspec.msgpack.Decoder(PullOffer | PullRefusal)
+
+
+class LeaseTable:
+    """The source's lease words. A word's value never comes back, so an old lease stays void for ever."""
+
+    def __init__(self) -> None:
+        self.memory = HostMemory.create(NUM_LEASES * 8, "kvxfer-leases")
+        self._words: npt.NDArray[np.uint64] = self.memory.array.view(np.uint64)
+        self._free = deque(range(NUM_LEASES))
+
+    def take(self) -> tuple[int, int] | None:
+        """A free word and its value; None when all are in use."""
+        if not self._free:
+            return None
+        word = self._free.popleft()
+        self._words[word] += np.uint64(1)
+        return word, int(self._words[word])
+
+    def revoke(self, word: int) -> None:
+        """End a lease: what is pulled under it from now on is void."""
+        self._words[word] += np.uint64(1)
+        self._free.append(word)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._words = np.empty(0, dtype=np.uint64)
+        self.memory.close()
+
+
+class PullListener:
+    """Prefill side, at `{socket_dir}/pull.sock` (0660), for agents of the same user, or root.
+
+    `path` is what peers are told.
+    """
+
+    def __init__(self, socket_dir: str | os.PathLike[str], incarnation: str) -> None:
+        """Claim the path and listen. Raises `ConfigError`."""
+        self._incarnation = incarnation
+        self._claim = SocketClaim(socket_dir, PULL_SOCKET, "pull.lock")
+        self.path = str(self._claim.path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with group_only_umask():
+                self._socket.bind(self.path)
+            self._socket.listen(_MAX_REQUESTS_PER_POLL)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"socket_dir: cannot listen at {self.path}: {error.strerror}") from error
+        self._socket.setblocking(False)
+        self._accepted: deque[socket.socket] = deque()
+
+    def fileno(self) -> int:
+        """Readable while somebody asks."""
+        return self._socket.fileno()
+
+    def poll(self, pool: str | None, memory: HostMemory | None, leases: LeaseTable) -> list[str]:
+        """Answer who asks; returns what was refused, for the log. Never blocks.
+
+        A request comes with the connection; one that has not arrived yet is looked at again with the next call.
+        """
+        refused = []
+        for _ in range(_MAX_REQUESTS_PER_POLL):
+            try:
+                accepted, _ = self._socket.accept()
+            except BlockingIOError:
+                break
+            accepted.setblocking(False)
+            self._accepted.append(accepted)
+        for _ in range(len(self._accepted)):
+            connection = self._accepted.popleft()
+            try:
+                problem = self._answer(connection, pool, memory, leases)
+            except BlockingIOError:
+                if len(self._accepted) < _MAX_REQUESTS_PER_POLL:
+                    self._accepted.append(connection)
+                    continue
+                problem = "asked nothing"
+            except OSError as error:
+                problem = f"hung up ({error.strerror})"
+            connection.close()
+            if problem is not None:
+                refused.append(problem)
+        return refused
+
+    def close(self) -> None:
+        """Stop listening and remove the socket."""
+        for connection in getattr(self, "_accepted", ()):
+            connection.close()
+        self._socket.close()
+        self._claim.close()
+
+    def _answer(
+        self, connection: socket.socket, pool: str | None, memory: HostMemory | None, leases: LeaseTable
+    ) -> str | None:
+        packet = connection.recv(_MAX_PACKET_BYTES)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, uid, _ = _CREDENTIALS.unpack(credentials)
+        try:
+            request = _request_decoder.decode(packet)
+        except msgspec.MsgspecError as error:
+            return f"pull request: {error}"
+        problem = None
+        if uid not in (os.geteuid(), 0):
+            problem = f"user: got uid {uid}, expected {os.geteuid()} or root"
+        elif request.incarnation != self._incarnation or request.pool != pool or memory is None:
+            problem = f"pool: got {request.pool} of run {request.incarnation}, expected {pool} of {self._incarnation}"
+        if problem is not None:
+            connection.send(_encoder.encode(PullRefusal(detail=problem)))
+            return problem
+        assert memory is not None
+        offer = PullOffer(pool_bytes=memory.num_bytes, lease_bytes=leases.memory.num_bytes)
+        # Opened anew through /proc, the descriptors are read-only for good: no write mapping can be made of them.
+        fds = [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC) for fd in (memory.fd, leases.memory.fd)]
+        try:
+            socket.send_fds(connection, [_encoder.encode(offer)], fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return None
+
+
+class SharedPool:
+    """Decode side: a source pool and its lease words, mapped read-only.
+
+    `array` `[pool_bytes]` uint8 and `words` `[NUM_LEASES]` uint64 are views; `close()` unmaps once they are gone.
+    """
+
+    def __init__(self, pool_fd: int, offer: PullOffer, lease_fd: int) -> None:
+        """Map both; the descriptors stay the caller's. Raises `HandoffError`."""
+        check_memfd(pool_fd, offer.pool_bytes)
+        check_memfd(lease_fd, offer.lease_bytes)
+        if offer.lease_bytes != NUM_LEASES * 8:
+            raise HandoffError(f"lease words: got {offer.lease_bytes} bytes, expected {NUM_LEASES * 8}")
+        self._mappings = [_map_read_only(pool_fd, offer.pool_bytes), _map_read_only(lease_fd, offer.lease_bytes)]
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._mappings[0], dtype=np.uint8)
+        self.words: npt.NDArray[np.uint64] = np.frombuffer(self._mappings[1], dtype=np.uint64)
+
+    def is_leased(self, word: int, value: int) -> bool:
+        """Whether the source still grants the lease."""
+        return int(self.words[word]) == value
+
+    def close(self) -> None:
+        """Unmap; a copy under way keeps its mapping until it ends."""
+        self.array = np.empty(0, dtype=np.uint8)
+        self.words = np.empty(0, dtype=np.uint64)
+        for mapping in self._mappings:
+            try:
+                mapping.close()
+            except BufferError:
+                continue
+        self._mappings.clear()
+
+
+class PullConnection:
+    """Decode side of one request. `fileno()` is readable once `poll()` can answer."""
+
+    def __init__(self, path: str, incarnation: str, pool: str) -> None:
+        """Ask the prefill agent at `path`. Raises `HandoffError` where there is none on this host."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        try:
+            self._socket.connect(path)
+            self._socket.send(_encoder.encode(PullRequest(incarnation=incarnation, pool=pool)))
+        except OSError as error:
+            self._socket.close()
+            raise HandoffError(f"pull socket {path}: {errno.errorcode.get(error.errno or 0, error)}") from error
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def poll(self) -> SharedPool | None:
+        """The shared pool, or None while there is no answer. Raises `HandoffError` for a refusal."""
+        try:
+            packet, ancillary, flags, _ = self._socket.recvmsg(
+                _MAX_PACKET_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise HandoffError(f"pull socket: the prefill agent hung up ({error.strerror})") from error
+        fds = _descriptors(ancillary)
+        try:
+            return _parse_answer(packet, fds, flags)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def close(self) -> None:
+        """Hang up; what was mapped stays."""
+        self._socket.close()
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)
+
+
+def _parse_answer(packet: bytes, fds: list[int], flags: int) -> SharedPool:
+    try:
+        answer = _answer_decoder.decode(packet)
+    except msgspec.MsgspecError as error:
+        raise HandoffError(f"pull answer: {error}") from error
+    if isinstance(answer, PullRefusal):
+        raise HandoffError(f"pull: refused: {answer.detail}")
+    if len(fds) != 2 or flags & socket.MSG_CTRUNC:
+        raise HandoffError(f"pull answer: got {len(fds)} descriptors, expected 2")
+    return SharedPool(fds[0], answer, fds[1])
+
+
+def _map_read_only(fd: int, num_bytes: int) -> mmap.mmap:
+    mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    mapping.madvise(mmap.MADV_DONTFORK)
+    return mapping

@@ -1,0 +1,196 @@
+"""Connections to decode agents, from hello to goodbye: what the prefill agent hears and says there."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from kvxfer.control.channel import PeerListener
+from kvxfer.control.codec import encode
+from kvxfer.control.messages import (
+    Goodbye,
+    Hello,
+    Message,
+    NewRegion,
+    NotReady,
+    Ping,
+    PrefillToDecode,
+    Refused,
+    Welcome,
+)
+from kvxfer.errors import ProtocolError, RefusedError, TransportError
+from kvxfer.prefill.core import PrefillCore
+from kvxfer.prefill.pairing import Paired, Prober, Unpaired, check_hello
+from kvxfer.sidecar import PROBE_BYTES, Sidecar
+from kvxfer.transfer import Reason
+from kvxfer.transports.base import Completion
+
+_PINGS_PER_TIMEOUT = 4
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A decode agent that has said hello."""
+
+    hello: Hello
+    heard_at: float
+    pinged_at: float = 0.0
+
+
+class PeerLinks:
+    """All decode agents that this agent talks to. Owns the listener; `close()` ends it."""
+
+    def __init__(self, listener: PeerListener, sidecar: Sidecar, core: PrefillCore, peer_timeout_s: float) -> None:
+        self._listener = listener
+        self._sidecar = sidecar
+        self._core = core
+        self._peer_timeout_s = peer_timeout_s
+        self._peers: dict[str, _Peer] = {}
+        slots = sidecar.slots
+        probe_address = slots.memory.address + slots.probe_offset_bytes
+        self._prober = Prober(sidecar.transport, probe_address, PROBE_BYTES, time.perf_counter)
+        sidecar.watch(listener, self._receive)
+
+    def __contains__(self, peer: str) -> bool:
+        return peer in self._peers
+
+    def hello(self, peer: str) -> Hello:
+        """What a known peer said of itself."""
+        return self._peers[peer].hello
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _receive(self, now: float) -> None:
+        def handle(sender: bytes, message: Message, _request_id: int) -> None:
+            peer = sender.decode("ascii", "replace")
+            if peer in self._peers:
+                self._peers[peer].heard_at = now
+            match message:
+                case Hello():
+                    self._hello(peer, message, now)
+                case Goodbye():
+                    self.lose(peer, Reason.PEER_LOST, now)
+                case NewRegion() if peer in self._peers:
+                    self._renew_region(peer, message, now)
+                case _ if peer in self._peers:
+                    self._core.receive(peer, message, now)  # type: ignore[arg-type]
+                case _:
+                    # It was paired with an earlier run at this address, or we have given it up.
+                    self._listener.send(sender, encode(Goodbye(incarnation=self._sidecar.incarnation)))
+
+        self._sidecar.drain(self._listener, handle)
+
+    def _hello(self, peer: str, hello: Hello, now: float) -> None:
+        sidecar = self._sidecar
+        if sidecar.pool is None or hello.incarnation != peer:
+            self._listener.send(peer.encode(), encode(NotReady()))
+            return
+        self._forget(peer, Reason.PEER_LOST, now)
+        try:
+            info = check_hello(
+                hello,
+                incarnation=self._sidecar.incarnation,
+                transport=sidecar.transport.name,
+                layout=sidecar.pool.layout,
+                slot_bytes=sidecar.slots.slot_bytes,
+            )
+        except RefusedError as error:
+            sidecar.log.warning("refused decode agent %s: %s", peer, error)
+            refusal = Refused(reason=error.reason, detail=error.detail[:2000], field=error.field)
+            self._listener.send(peer.encode(), encode(refusal))
+            return
+        self._peers[peer] = _Peer(hello, now)
+        unpaired = self._prober.begin(hello, info)
+        if unpaired is not None:
+            self._unpaired(unpaired, now)
+
+    def _renew_region(self, peer: str, message: NewRegion, now: float) -> None:
+        """The peer's landing slots have moved; no credit for the old ones is out."""
+        known = self._peers[peer]
+        known.hello = msgspec.structs.replace(
+            known.hello, metadata=message.metadata, region_id=message.region_id, region_bytes=message.region_bytes
+        )
+        try:
+            self._sidecar.transport.add_peer(peer, message.metadata)
+        except (TransportError, ProtocolError) as error:
+            self._sidecar.log.warning("decode agent %s: its new region cannot be used: %s", peer, error)
+            self.lose(peer, Reason.PEER_LOST, now)
+
+    def _paired(self, paired: Paired) -> None:
+        peer = paired.info.incarnation
+        pool = self._sidecar.pool
+        if pool is None or peer not in self._peers:
+            return
+        self._core.peer_paired(paired.info)
+        figures = paired.figures
+        self._sidecar.log.info(
+            "paired with decode agent %s: path %s, %.2f us a descriptor, %.2f GB/s",
+            peer,
+            figures.path,
+            figures.descriptor_s * 1e6,
+            figures.bytes_per_s / 1e9,
+        )
+        self.send(
+            peer,
+            Welcome(
+                incarnation=self._sidecar.incarnation,
+                pool=pool.pool,
+                layout=pool.layout,
+                segment_bytes=paired.info.segment_bytes,
+                figures=figures,
+            ),
+        )
+
+    def _unpaired(self, unpaired: Unpaired, now: float) -> None:
+        self._sidecar.log.warning("cannot pair with %s: %s", unpaired.incarnation, unpaired.refusal.detail)
+        self.send(unpaired.incarnation, unpaired.refusal)
+        self.lose(unpaired.incarnation, Reason.PEER_LOST, now)
+
+    def lose(self, peer: str, reason: Reason, now: float) -> None:
+        """Give a peer up, and tell it."""
+        if peer in self._peers:
+            self._listener.send(peer.encode(), encode(Goodbye(incarnation=self._sidecar.incarnation)))
+            self._forget(peer, reason, now)
+
+    def _forget(self, peer: str, reason: Reason, now: float) -> None:
+        if self._peers.pop(peer, None) is not None:
+            self._core.peer_gone(peer, reason, now)
+            self._sidecar.transport.drop_peer(peer)
+
+    def send(self, peer: str, message: PrefillToDecode) -> None:
+        if peer in self._peers and not self._listener.send(peer.encode(), encode(message)):
+            self._peers[peer].heard_at = -np.inf  # its queue is full, or it is gone: the next tick gives it up
+
+    def lose_all(self, reason: Reason, now: float) -> None:
+        """Give every peer up."""
+        for peer in list(self._peers):
+            self.lose(peer, reason, now)
+
+    def say_goodbye(self) -> None:
+        """This run ends."""
+        for peer in self._peers:
+            self.send(peer, Goodbye(incarnation=self._sidecar.incarnation))
+
+    def tick(self, now: float) -> None:
+        """Ping the peers; give up those that were silent for too long."""
+        for name, peer in list(self._peers.items()):
+            if now - peer.heard_at > self._peer_timeout_s:
+                self._sidecar.log.warning("decode agent %s was silent for %.1f s", name, now - peer.heard_at)
+                self.lose(name, Reason.PEER_LOST, now)
+            elif now - peer.pinged_at > self._peer_timeout_s / _PINGS_PER_TIMEOUT:
+                peer.pinged_at = now
+                self.send(name, Ping(incarnation=self._sidecar.incarnation))
+
+    def probe_ended(self, completion: Completion, now: float) -> None:
+        """A write that is none of the core's has ended: a measurement goes on, or a pairing is complete."""
+        match self._prober.ended(completion):
+            case Paired() as paired:
+                self._paired(paired)
+            case Unpaired() as unpaired:
+                self._unpaired(unpaired, now)
+            case None:
+                return
