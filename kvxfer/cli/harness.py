@@ -57,6 +57,11 @@ class Child:
         self._stdout = self._process.stdout
         self._received = b""
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def read_line(self, timeout_s: float) -> bytes:
         """The next line of its standard output. Raises `ChildError` where none comes."""
         deadline = time.monotonic() + timeout_s

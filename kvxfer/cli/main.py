@@ -148,8 +148,9 @@ def bench_transfer(
 
         print_transfers(results)
     elif compare:
+        first = facts[0]
         ratios = {
-            f"{facts[0]['mode']}_to_{fact['mode']}": fact["transfer_ms"] / facts[0]["transfer_ms"] for fact in facts
+            f"{first['mode']}_to_{fact['mode']}": fact["transfer_ms"] / first["transfer_ms"] for fact in facts[1:]
         }
         print_json({"modes": facts, "ratios": ratios, "verified": all(fact["verified"] for fact in facts)})
     else:

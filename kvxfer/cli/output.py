@@ -22,7 +22,7 @@ def report_error(error: KvxferError) -> int:
 
 
 def print_json(result: dict[str, Any]) -> None:
-    """One JSON object on standard output, indented; times and rates rounded to what can be read off a clock."""
+    """One JSON object on standard output, indented; times and rates to five digits."""
     rounded = msgspec.json.format(msgspec.json.encode(_round(result)), indent=2)
     sys.stdout.write(rounded.decode() + "\n")
     sys.stdout.flush()
@@ -30,7 +30,7 @@ def print_json(result: dict[str, Any]) -> None:
 
 def _round(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, float):
-        return round(value, 4)
+        return float(f"{value:.5g}")
     if isinstance(value, dict):
         return {key: _round(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -19,8 +19,8 @@ from kvxfer.errors import ConfigError
 
 MAX_SOCKET_PATH_BYTES = 107
 """What fits into `sockaddr_un.sun_path` with its closing zero."""
-MAX_SOCKET_NAME_BYTES = 24
-"""Room kept in a socket path for the file names that an agent makes in its `socket_dir`."""
+MAX_SOCKET_NAME_BYTES = len("control.sock")
+"""The longest file name that an agent makes in its `socket_dir`."""
 
 TransportName = Literal["nixl", "mooncake", "loopback"]
 TransferMode = Literal["packed", "raw", "serial"]
