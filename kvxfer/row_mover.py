@@ -6,11 +6,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from kvxfer.addresses import BlockAddresses
-from kvxfer.errors import LayoutError
 from kvxfer.operations import CancelFlag, SegmentSource
 from kvxfer.rows_host import ByteArray
 from kvxfer.segments import ChunkPlan
@@ -42,7 +42,8 @@ class RowMover:
         self, operation: int, pool: ByteArray, source: SegmentSource, segment: int, slot: ByteArray, cancel: CancelFlag
     ) -> None:
         """Begin a move as soon as a thread is free; its one `Moved` comes out of `poll()`."""
-        self._pool.submit(self._run, operation, pool, source, segment, slot, cancel)
+        future = self._pool.submit(self._run, pool, source, segment, slot, cancel)
+        future.add_done_callback(partial(self._ended, operation, segment))
 
     def poll(self) -> list[Moved]:
         """Moves that have ended since the last call."""
@@ -64,15 +65,24 @@ class RowMover:
             self._event_fd = -1
 
     def _run(
-        self, operation: int, pool: ByteArray, source: SegmentSource, segment: int, slot: ByteArray, cancel: CancelFlag
-    ) -> None:
+        self, pool: ByteArray, source: SegmentSource, segment: int, slot: ByteArray, cancel: CancelFlag
+    ) -> float | None:
+        """Seconds that the move took; None where it was cancelled in time."""
+        if cancel.is_set:
+            return None
         began_s = time.perf_counter()
-        error = None
-        was_begun = not cancel.is_set
-        if was_begun:
-            try:
-                self._move(pool, source.plan, source.addresses, segment, slot)
-            except (LayoutError, MemoryError) as problem:
-                error = f"segment {segment}: {problem}"
-        self._moved.append(Moved(operation, time.perf_counter() - began_s, error, was_begun))
+        self._move(pool, source.plan, source.addresses, segment, slot)
+        return time.perf_counter() - began_s
+
+    def _ended(self, operation: int, segment: int, future: Future[float | None]) -> None:
+        """Whatever a move raised ends it: one whose end is never reported would hold its transfer for ever."""
+        if future.cancelled():
+            return  # the mover is being closed
+        problem = future.exception()
+        if problem is not None:
+            moved = Moved(operation, 0.0, f"segment {segment}: {type(problem).__name__}: {problem}", True)
+        else:
+            busy_s = future.result()
+            moved = Moved(operation, busy_s or 0.0, None, busy_s is not None)
+        self._moved.append(moved)
         os.eventfd_write(self._event_fd, 1)

@@ -153,7 +153,7 @@ class PrefillAgent:
             self._sidecar.log.exception("cannot replace the engine")
             return
         self._poll_writes(now)  # those that the old engine took with it are reported by now
-        self._core.engine_rotated()
+        self._core.rotated(now)
 
     def perform(self, now: float) -> None:
         """Do what the core asks for, and what follows from it."""

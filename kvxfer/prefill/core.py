@@ -59,10 +59,6 @@ class PrefillCore:
         slots = self._life.sender.slots
         return slots.count(SlotState.QUARANTINED) >= max(1, slots.num_slots // 4)
 
-    def engine_rotated(self) -> None:
-        """No engine object is left that could read a quarantined slot."""
-        self._life.sender.slots.release_quarantine()
-
     def take_actions(self) -> list[Action]:
         """What to do now, in order."""
         actions = list(self._life.outbox)
@@ -209,7 +205,7 @@ class PrefillCore:
         num_groups = len(peer.info.route.groups)
         if len(grant.wanted) != num_groups or len(grant.have) != num_groups:
             return Reason.MISMATCH, f"grant: got ranges of {len(grant.wanted)} groups, expected {num_groups}"
-        if len(peer.legs) >= MAX_LEGS_PER_PEER:
+        if not peer.has_room():
             return Reason.PEER_REFUSED, f"grant: got more than {MAX_LEGS_PER_PEER} live transfers of one decode agent"
         transfer = self.transfers.get(grant.transfer)
         if transfer is None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvxfer.control.messages import PROTOCOL_VERSION, Hello, PathFigures, Refused
 from kvxfer.errors import PairingError, RefusedError, TransportError
-from kvxfer.layout import PoolLayout
+from kvxfer.layout import Placement, PoolLayout
 from kvxfer.prefill.leg import PeerInfo
 from kvxfer.routes import match_layouts
 from kvxfer.transfer import Reason
@@ -67,7 +67,12 @@ def check_hello(hello: Hello, *, incarnation: str, transport: str, layout: PoolL
         route = match_layouts(layout, hello.layout, hello.dst_rank, hello.dst_world)
     except PairingError as error:
         raise RefusedError(str(error), Reason.LAYOUT_MISMATCH, "layout") from error
-    return PeerInfo(hello.incarnation, route, min(slot_bytes, hello.slot_bytes), hello.dst_world)
+    segment_bytes = min(slot_bytes, hello.slot_bytes)
+    row_bytes = max((group.row_bytes for group in route.groups if group.placement is not Placement.STATE), default=0)
+    if row_bytes > segment_bytes:
+        detail = f"got slots of {segment_bytes} bytes on one side, expected at least a row of {row_bytes} bytes"
+        raise RefusedError(detail, Reason.LAYOUT_MISMATCH, "slot_bytes")
+    return PeerInfo(hello.incarnation, route, segment_bytes, hello.dst_world)
 
 
 class Prober:
@@ -83,6 +88,8 @@ class Prober:
 
     def begin(self, hello: Hello, info: PeerInfo) -> Unpaired | None:
         """Make the peer known to the engine and begin to measure; `Unpaired` where that fails at once."""
+        # Probes of an earlier hello end with the old peer; their ends must not be taken for this one's.
+        self._probes = {key: probe for key, probe in self._probes.items() if probe.info.incarnation != info.incarnation}
         try:
             self._transport.drop_peer(hello.incarnation)
             self._transport.add_peer(hello.incarnation, hello.metadata)

@@ -33,6 +33,16 @@ class Peer:
         """Whether a grant for `key` comes too late."""
         return key[1] < self.floor or key in self.tombstones
 
+    def has_room(self) -> bool:
+        """Whether one more leg may be kept. At the cap the oldest ended one is forgotten: a long transfer may hold
+        the floor down while thousands of short ones come and go."""
+        if len(self.legs) >= MAX_LEGS_PER_PEER:
+            ended = next((key for key, leg in self.legs.items() if not leg.is_live), None)
+            if ended is None:
+                return False
+            del self.legs[ended]
+        return True
+
     def bury(self, key: LegKey) -> None:
         """Refuse a grant for `key` that may still be under way. At the cap the floor rises instead: a peer with so
         many unknown aborts has lost count of its own transfers."""
