@@ -14,37 +14,95 @@ from typing import Annotated
 
 import msgspec
 
+from kvxfer.control.leg_messages import (
+    AbortLeg,
+    Chunk,
+    Credits,
+    Finished,
+    Grant,
+    LegFailed,
+    LegStatus,
+    PullChunk,
+    Pulled,
+    Query,
+    Quiesced,
+    QuiescedAck,
+    Segment,
+    Want,
+)
+from kvxfer.control.message_base import (
+    MAX_AUX_BYTES,
+    MAX_METADATA_BYTES,
+    MAX_PAGES,
+    MAX_SOURCES,
+    PROTOCOL_VERSION,
+    Aux,
+    Counter,
+    Endpoint,
+    EngineMetadata,
+    HaveRanges,
+    Id,
+    Index,
+    Measure,
+    MessageBase,
+    PageBytes,
+    Seconds,
+    Text,
+)
 from kvxfer.layout import MAX_GROUPS, LayerRange, PoolLayout, TokenRange
 from kvxfer.transfer import EventKind, Reason
 
-PROTOCOL_VERSION = 1
-MAX_AUX_BYTES = 64 << 10
-MAX_SOURCES = 1024
-MAX_PAGES = 1 << 21
-MAX_METADATA_BYTES = 1 << 20
-
-Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-"""128 random bits, made by us, in hex: transfers, incarnations, pools. Compared whole."""
-Counter = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-_Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_SlotIndex = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
-_Slots = Annotated[tuple[_SlotIndex, ...], msgspec.Meta(max_length=4096)]
-_Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
-_Measure = Annotated[float, msgspec.Meta(ge=0, le=1e18)]  # no NaN, no infinity
-_Text = Annotated[str, msgspec.Meta(max_length=2000)]
-_Endpoint = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-_Ranges = Annotated[tuple[TokenRange, ...], msgspec.Meta(max_length=MAX_GROUPS)]
-_Have = Annotated[tuple[TokenRange, ...], msgspec.Meta(max_length=1024)]
-_Metadata = Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
-_Aux = Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)]
-_Names = Annotated[tuple[Annotated[str, msgspec.Meta(max_length=64)], ...], msgspec.Meta(max_length=16)]
-PageBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_PAGES * 4)]
-"""Page ids of one group as little-endian uint32, four bytes each."""
-
-
-class MessageBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base: a kind is the class name in snake case."""
-
+__all__ = [
+    "MAX_AUX_BYTES",
+    "MAX_METADATA_BYTES",
+    "MAX_PAGES",
+    "MAX_SOURCES",
+    "PROTOCOL_VERSION",
+    "AbortLeg",
+    "AbortTransfer",
+    "AttachWorker",
+    "Attached",
+    "Chunk",
+    "Counter",
+    "Credits",
+    "DecodeToPrefill",
+    "Finished",
+    "Goodbye",
+    "Grant",
+    "GroupPages",
+    "Hello",
+    "Id",
+    "LegFailed",
+    "LegStatus",
+    "Message",
+    "MessageBase",
+    "NewRegion",
+    "NewTicket",
+    "NotReady",
+    "Ok",
+    "Open",
+    "PageBytes",
+    "PathFigures",
+    "Ping",
+    "PrefillToDecode",
+    "PullChunk",
+    "Pulled",
+    "Query",
+    "Quiesced",
+    "QuiescedAck",
+    "Refused",
+    "Segment",
+    "Source",
+    "Submit",
+    "Ticket",
+    "TicketMade",
+    "TransferEvent",
+    "TransferStats",
+    "Want",
+    "Welcome",
+    "WorkerReply",
+    "WorkerRequest",
+]
 
 # ---- ticket: from the prefill side through any router to the decode side ----
 
@@ -52,7 +110,7 @@ class MessageBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One prefill agent as decode agents reach it. `key` is its CURVE public key, empty without CURVE."""
 
-    endpoint: _Endpoint
+    endpoint: Endpoint
     incarnation: Id
     key: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
@@ -84,7 +142,7 @@ class NewTicket(MessageBase, frozen=True, kw_only=True):
     """Prefill worker to agent: make a ticket. `sources` are the other agents of the same prefill worker group."""
 
     sources: Annotated[tuple[Source, ...], msgspec.Meta(max_length=MAX_SOURCES - 1)] = ()
-    deadline_s: _Seconds
+    deadline_s: Seconds
 
 
 class TicketMade(MessageBase, frozen=True, kw_only=True):
@@ -99,7 +157,7 @@ class GroupPages(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     tokens: TokenRange
     pages: PageBytes = b""
-    have: _Have = ()
+    have: HaveRanges = ()
     """Decode side only: parts of `tokens` whose rows are already in the pages and need not be sent."""
 
 
@@ -114,8 +172,8 @@ class Submit(MessageBase, frozen=True, kw_only=True):
     groups: _GroupPages
     layers: LayerRange | None = None
     last: bool = False
-    aux: _Aux = b""
-    deadline_s: _Seconds
+    aux: Aux = b""
+    deadline_s: Seconds
 
 
 class Open(MessageBase, frozen=True, kw_only=True):
@@ -123,7 +181,7 @@ class Open(MessageBase, frozen=True, kw_only=True):
 
     ticket: Ticket
     groups: _GroupPages
-    deadline_s: _Seconds
+    deadline_s: Seconds
 
 
 class AbortTransfer(MessageBase, frozen=True, kw_only=True):
@@ -140,8 +198,8 @@ class Refused(MessageBase, frozen=True, kw_only=True):
     """Agent to worker, or agent to agent: nothing was changed. `field`, `got` and `expected` where one is to blame."""
 
     reason: Reason | None = None
-    detail: _Text
-    field: _Text = ""
+    detail: Text
+    field: Text = ""
 
 
 class TransferStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -155,11 +213,11 @@ class TransferStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     num_segments: Counter = 0
     num_descriptors: Counter = 0
     num_runs: Counter = 0
-    elapsed_s: _Measure = 0.0
-    plan_s: _Measure = 0.0
-    pack_s: _Measure = 0.0
-    send_s: _Measure = 0.0
-    scatter_s: _Measure = 0.0
+    elapsed_s: Measure = 0.0
+    plan_s: Measure = 0.0
+    pack_s: Measure = 0.0
+    send_s: Measure = 0.0
+    scatter_s: Measure = 0.0
 
 
 class TransferEvent(MessageBase, frozen=True, kw_only=True):
@@ -171,8 +229,8 @@ class TransferEvent(MessageBase, frozen=True, kw_only=True):
     transfer: Id
     event: EventKind
     reason: Reason | None = None
-    detail: _Text = ""
-    aux: Annotated[tuple[_Aux, ...], msgspec.Meta(max_length=MAX_SOURCES)] = ()
+    detail: Text = ""
+    aux: Annotated[tuple[Aux, ...], msgspec.Meta(max_length=MAX_SOURCES)] = ()
     stats: TransferStats = TransferStats()
 
 
@@ -191,10 +249,10 @@ class Hello(MessageBase, frozen=True, kw_only=True):
     expected_incarnation: Id
     pool: Id
     layout: PoolLayout
-    dst_rank: _Index
+    dst_rank: Index
     dst_world: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     transport: Annotated[str, msgspec.Meta(max_length=32)]
-    metadata: _Metadata
+    metadata: EngineMetadata
     region_id: Counter
     region_bytes: Counter
     slot_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
@@ -206,7 +264,7 @@ class Hello(MessageBase, frozen=True, kw_only=True):
 class NewRegion(MessageBase, frozen=True, kw_only=True):
     """Decode to prefill: the landing slots have moved to another region; credits that follow mean that one."""
 
-    metadata: _Metadata
+    metadata: EngineMetadata
     region_id: Counter
     region_bytes: Counter
 
@@ -215,8 +273,8 @@ class PathFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """What the wire to one peer did when it was measured."""
 
     path: Annotated[str, msgspec.Meta(max_length=200)] = "unknown"
-    descriptor_s: _Measure = 0.0
-    bytes_per_s: _Measure = 0.0
+    descriptor_s: Measure = 0.0
+    bytes_per_s: Measure = 0.0
 
 
 class Welcome(MessageBase, frozen=True, kw_only=True):
@@ -228,6 +286,8 @@ class Welcome(MessageBase, frozen=True, kw_only=True):
     layout: PoolLayout
     segment_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     figures: PathFigures
+    pull_path: Annotated[str, msgspec.Meta(max_length=107)] = ""
+    """Unix socket where agents of the same host get this pool read-only; empty where it is not offered."""
 
 
 class NotReady(MessageBase, frozen=True, kw_only=True):
@@ -247,113 +307,22 @@ class Ping(MessageBase, frozen=True, kw_only=True):
     floor: Counter = 0
 
 
-# ---- a leg, decode -> prefill ----
-
-
-class _LegMessage(MessageBase, frozen=True, kw_only=True):
-    transfer: Id
-    generation: Counter
-
-
-class Grant(_LegMessage, frozen=True, kw_only=True):
-    """Decode to prefill: send me this. Ranges and `have` are per group, in the order of the route's groups.
-
-    `home`: this prefill agent made the ticket, so it must know the transfer. `remaining_s` is what is left of the
-    decode side's deadline. `floor`: generations below it are over.
-    """
-
-    home: bool
-    wanted: _Ranges
-    have: Annotated[tuple[_Have, ...], msgspec.Meta(max_length=MAX_GROUPS)]
-    remaining_s: _Seconds
-    floor: Counter
-
-
-class Credits(_LegMessage, frozen=True, kw_only=True):
-    """Decode to prefill: these landing slots may be written, once each, by this leg."""
-
-    slots: _Slots
-
-
-class AbortLeg(_LegMessage, frozen=True, kw_only=True):
-    """Decode to prefill: stop; answer `Quiesced` when nothing of the leg can be emitted or is in flight."""
-
-    reason: Reason
-
-
-class QuiescedAck(_LegMessage, frozen=True, kw_only=True):
-    """Decode to prefill: `Quiesced` arrived, it need not be sent again."""
-
-
-class Query(_LegMessage, frozen=True, kw_only=True):
-    """Decode to prefill: how far is the leg? Answered by `LegStatus`."""
-
-
-# ---- a leg, prefill -> decode ----
-
-
-class Chunk(_LegMessage, frozen=True, kw_only=True):
-    """Prefill to decode, before the first segment of a chunk: what the chunk holds. Both sides plan it alike."""
-
-    chunk: _Index
-    ranges: _Ranges
-    layers: LayerRange | None
-    num_segments: Counter
-    num_bytes: Counter
-
-
-class Want(_LegMessage, frozen=True, kw_only=True):
-    """Prefill to decode: so many segments (counted over the leg's life) hold a sender slot; credit that many."""
-
-    num_leased: Counter
-
-
-class Segment(_LegMessage, frozen=True, kw_only=True):
-    """Prefill to decode: a segment's bytes are in the landing slot."""
-
-    chunk: _Index
-    segment: _Index
-    slot: _SlotIndex
-    num_bytes: Counter
-
-
-class Finished(_LegMessage, frozen=True, kw_only=True):
-    """Prefill to decode: the last segment of the last chunk has been written."""
-
-    num_chunks: Counter
-    num_segments: Counter
-    num_bytes: Counter
-    aux: _Aux = b""
-
-
-class LegFailed(_LegMessage, frozen=True, kw_only=True):
-    """Prefill to decode: the leg ends without success; `Quiesced` follows when it is quiet."""
-
-    reason: Reason
-    detail: _Text = ""
-
-
-class Quiesced(_LegMessage, frozen=True, kw_only=True):
-    """Prefill to decode: all that was emitted has ended, for ever. `unknown_slots` may still be written to."""
-
-    unknown_slots: _Slots = ()
-
-
-class LegStatus(_LegMessage, frozen=True, kw_only=True):
-    """Prefill to decode, answer to `Query`. `state` is a `transfer.LegState` value, or `"unknown"`.
-
-    `segments` are the (chunk, segment, slot, bytes) written so far, the newest at most.
-    """
-
-    state: Annotated[str, msgspec.Meta(max_length=32)]
-    segments: Annotated[tuple[tuple[_Index, _Index, _SlotIndex, Counter], ...], msgspec.Meta(max_length=1 << 16)] = ()
-    finished: Finished | None = None
-
-
 WorkerRequest = AttachWorker | NewTicket | Submit | Open | AbortTransfer
 WorkerReply = Attached | TicketMade | Ok | Refused
-DecodeToPrefill = Hello | NewRegion | Ping | Goodbye | Grant | Credits | AbortLeg | QuiescedAck | Query
+DecodeToPrefill = Hello | NewRegion | Ping | Goodbye | Grant | Credits | AbortLeg | QuiescedAck | Query | Pulled
 PrefillToDecode = (
-    Welcome | NotReady | Refused | Ping | Goodbye | Chunk | Want | Segment | Finished | LegFailed | Quiesced | LegStatus
+    Welcome
+    | NotReady
+    | Refused
+    | Ping
+    | Goodbye
+    | Chunk
+    | PullChunk
+    | Want
+    | Segment
+    | Finished
+    | LegFailed
+    | Quiesced
+    | LegStatus
 )
 Message = WorkerRequest | WorkerReply | TransferEvent | DecodeToPrefill | PrefillToDecode
