@@ -5,6 +5,7 @@ Times are medians over replays of a CUDA graph that holds many calls, so that th
 # torch leaves its CUDA streams and events untyped.
 # mypy: disable-error-code="no-untyped-call"
 
+import importlib.util
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -154,6 +155,8 @@ def bench_kernels(
     """Time every kernel on this machine's GPU: us, GB/s, share of the measured copy rate, goals and peers' figures."""
     if not torch.cuda.is_available():
         raise typer.BadParameter("no CUDA device: the kernels' speed can only be measured on a GPU")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("--plot needs matplotlib, which is not installed: pip install 'kvxfer[docs]'")
     timed = list(run_cases(only))
     if not timed:
         raise typer.BadParameter(f"--only: got {only!r}, expected the name of a kernel, such as gather_rows")
