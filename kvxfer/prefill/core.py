@@ -15,6 +15,7 @@ from kvxfer.control.messages import (
     Grant,
     LegStatus,
     Ping,
+    Pulled,
     Query,
     Quiesced,
     QuiescedAck,
@@ -23,9 +24,10 @@ from kvxfer.control.messages import (
 from kvxfer.errors import RefusedError
 from kvxfer.layout import PoolLayout
 from kvxfer.prefill.actions import Action, SendToPeer
+from kvxfer.prefill.admission import find_refusal
 from kvxfer.prefill.leg import Leg, Mode, PeerInfo
-from kvxfer.prefill.lifecycle import Lifecycle
-from kvxfer.prefill.peers import MAX_LEGS_PER_PEER, LegKey, Peer
+from kvxfer.prefill.lifecycle import Leases, Lifecycle
+from kvxfer.prefill.peers import LegKey, Peer
 from kvxfer.prefill.transfer import Transfer
 from kvxfer.slots import SlotState, SlotTable
 from kvxfer.transfer import LegState, Reason
@@ -37,8 +39,9 @@ RESEND_S = 1.0
 class PrefillCore:
     """All transfers of one prefill agent. Every method takes the agent's clock, in seconds, as `now`."""
 
-    def __init__(self, slots: SlotTable, mode: Mode) -> None:
-        self._life = Lifecycle(slots, mode)
+    def __init__(self, slots: SlotTable, mode: Mode, leases: Leases | None = None) -> None:
+        """Without `leases` no peer is ever let pull."""
+        self._life = Lifecycle(slots, mode, leases)
         self.peers: dict[str, Peer] = {}
         self.refused: Counter[str] = Counter()
         """Messages that were dropped, by what was wrong with them."""
@@ -52,6 +55,15 @@ class PrefillCore:
     def num_reading_pool(self) -> int:
         """Operations that may read the worker's pool."""
         return self._life.sender.num_reading_pool
+
+    @property
+    def may_send_raw(self) -> bool:
+        """Whether the worker's pool is registered with the engine, so that rows can be written straight from it."""
+        return self._life.may_send_raw
+
+    @may_send_raw.setter
+    def may_send_raw(self, value: bool) -> None:
+        self._life.may_send_raw = value
 
     @property
     def needs_rotation(self) -> bool:
@@ -143,7 +155,11 @@ class PrefillCore:
             case Grant():
                 self._grant(peer, message, now)
             case Ping():
-                peer.raise_floor(message.floor)
+                self._raise_floor(peer, message.floor, now)
+            case Pulled():
+                leg = self._leg(peer, message.transfer, message.generation)
+                if leg is not None and leg.state is LegState.ACTIVE:
+                    self._life.pulled(self.transfers[leg.transfer], leg, 1, now)
             case Credits():
                 leg = self._leg(peer, message.transfer, message.generation)
                 if leg is not None and leg.state is LegState.ACTIVE:
@@ -166,8 +182,15 @@ class PrefillCore:
             self.refused["stale"] += 1
         return leg
 
+    def _raise_floor(self, peer: Peer, floor: int, now: float) -> None:
+        """Generations below `floor` are over on the decode side; what it pulled there it reads no more."""
+        for (_, generation), leg in list(peer.legs.items()):
+            if generation < floor and leg.state is LegState.ACTIVE and leg.finished is not None:
+                self._life.pulled(self.transfers[leg.transfer], leg, leg.num_pulling, now)
+        peer.raise_floor(floor)
+
     def _grant(self, peer: Peer, grant: Grant, now: float) -> None:
-        peer.raise_floor(grant.floor)
+        self._raise_floor(peer, grant.floor, now)
         key = (grant.transfer, grant.generation)
         if peer.is_refused(key):
             self.refused["stale"] += 1
@@ -179,8 +202,8 @@ class PrefillCore:
             elif known.state is LegState.QUIET:
                 self._life.send_quiesced(known, now)
             return
-        leg = Leg(grant.transfer, peer.info, grant, now + grant.remaining_s)
-        refusal = self._refusal(peer, grant)
+        leg = Leg(grant.transfer, peer.info, grant, now + grant.remaining_s, self._life.mode)
+        refusal = find_refusal(self._life, peer, grant)
         if refusal is not None:
             peer.legs[key] = leg
             self._life.stop(leg, *refusal)
@@ -190,6 +213,8 @@ class PrefillCore:
         if transfer is None:
             transfer = Transfer(grant.transfer, is_known=False, started_at=now, deadline=leg.deadline)
             self.transfers[grant.transfer] = transfer
+        if grant.can_pull and leg.mode in (Mode.P2P, Mode.AUTO) and self._life.leases is not None:
+            leg.lease = self._life.leases.take()
         peer.legs[key] = leg
         transfer.legs[peer.info.incarnation] = leg
         if transfer.chunks:
@@ -197,31 +222,6 @@ class PrefillCore:
             for chunk in transfer.chunks:
                 self._life.plan(transfer, leg, chunk, now)
         self._life.advance(transfer, now)
-
-    def _refusal(self, peer: Peer, grant: Grant) -> tuple[Reason, str] | None:
-        """Why a new grant cannot be served, or None."""
-        if self._life.layout is None:
-            return Reason.WORKER_LOST, "the prefill worker is gone"
-        num_groups = len(peer.info.route.groups)
-        if len(grant.wanted) != num_groups or len(grant.have) != num_groups:
-            return Reason.MISMATCH, f"grant: got ranges of {len(grant.wanted)} groups, expected {num_groups}"
-        if not peer.has_room():
-            return Reason.PEER_REFUSED, f"grant: got more than {MAX_LEGS_PER_PEER} live transfers of one decode agent"
-        transfer = self.transfers.get(grant.transfer)
-        if transfer is None:
-            if grant.transfer in self._life.ended:
-                return self._life.ended[grant.transfer] or Reason.STALE, "the transfer has ended"
-            if grant.home:
-                return Reason.UNKNOWN_TRANSFER, f"no ticket {grant.transfer} was made by this run of the agent"
-            return None
-        if transfer.reason is not None:
-            return transfer.reason, transfer.detail
-        if peer.info.incarnation in transfer.legs:
-            return Reason.STALE, "the decode agent has another generation of this transfer open"
-        world = {leg.peer.dst_world for leg in transfer.legs.values()} | {peer.info.dst_world}
-        if len(world) > 1:
-            return Reason.MISMATCH, f"dst_world: got {sorted(world)} from decode agents of one transfer, expected one"
-        return None
 
     def _abort_leg(self, peer: Peer, message: AbortLeg, now: float) -> None:
         key: LegKey = (message.transfer, message.generation)
@@ -254,9 +254,11 @@ class PrefillCore:
 
     def gather_ended(self, operation: int, now: float, busy_s: float, error: str | None, *, was_begun: bool) -> None:
         """A gather has ended. `error` says why it failed; `was_begun` is False where its flag was set in time."""
-        legs = self._life.sender.gather_ended(operation, now, busy_s, was_done=was_begun and error is None)
+        go_raw = error is not None and self._life.may_send_raw
+        was_done = was_begun and error is None
+        legs = self._life.sender.gather_ended(operation, now, busy_s, was_done=was_done, go_raw=go_raw)
         transfer = self.transfers[legs[0].transfer]  # a gather serves legs of one transfer
-        if error is not None:
+        if error is not None and not go_raw:
             self._life.fail(transfer, Reason.GATHER_FAILED, error, now)
         else:
             self._life.advance(transfer, now)

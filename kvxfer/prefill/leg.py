@@ -6,7 +6,7 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvxfer.control.messages import Finished, Grant
+from kvxfer.control.messages import Finished, Grant, PathFigures
 from kvxfer.operations import CancelFlag, SegmentSource
 from kvxfer.routes import Route
 from kvxfer.transfer import LEG_MOVES, LegState
@@ -16,6 +16,8 @@ class Mode(enum.Enum):
     """How rows get into landing slots."""
 
     PACKED = "packed"  # gather into a slot, write the slot
+    P2P = "p2p"  # the peer pulls rows out of this pool itself
+    AUTO = "auto"  # the fastest of these three, leg by leg
     RAW = "raw"  # one descriptor a source run, straight from the pool
     SERIAL = "serial"  # pack a whole chunk, then send it: the yardstick that public systems set
 
@@ -28,6 +30,7 @@ class PeerInfo:
     route: Route
     segment_bytes: int
     dst_world: int
+    figures: PathFigures = field(default_factory=PathFigures)
 
 
 @dataclass(slots=True)
@@ -72,6 +75,7 @@ class Leg:
     peer: PeerInfo
     grant: Grant
     deadline: float
+    mode: Mode
     state: LegState = LegState.GRANTED
     cancel: CancelFlag = field(default_factory=CancelFlag)
     works: deque[ChunkWork] = field(default_factory=deque)  # with segments that hold no slot yet
@@ -91,6 +95,8 @@ class Leg:
     num_held: int = 0  # sender slots, or raw segments, between lease and end of write
     num_emitted: int = 0
     num_ended: int = 0
+    lease: tuple[int, int] | None = None  # word and value under which the peer may pull
+    num_pulling: int = 0  # chunks that the peer has been told to pull and has not reported
     is_sending: bool = False  # mode serial: the packed segments go out, nothing more is packed
     quiesced_sent_at: float = 0.0
     quiesced_acked: bool = False
@@ -98,6 +104,12 @@ class Leg:
     @property
     def key(self) -> tuple[str, int]:
         return self.transfer, self.grant.generation
+
+    @property
+    def reads_pool(self) -> bool:
+        """Whether rows of the pool are still to be read, by this agent, its engine or the peer."""
+        is_raw = self.mode is Mode.RAW
+        return bool(self.works or self.num_filling or self.num_pulling or (is_raw and self.num_held))
 
     @property
     def is_live(self) -> bool:

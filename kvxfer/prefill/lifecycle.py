@@ -6,33 +6,54 @@ event waits for gathers that read the worker's pages, never for a peer.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from typing import Protocol
 
-from kvxfer.addresses import count_runs, resolve
-from kvxfer.control.messages import Chunk, Finished, LegFailed, PrefillToDecode, Quiesced, TransferEvent
+from kvxfer.addresses import PageTable, count_runs, resolve
+from kvxfer.control.messages import Chunk, Finished, LegFailed, PrefillToDecode, PullChunk, Quiesced, TransferEvent
 from kvxfer.errors import LayoutError
 from kvxfer.layout import PoolLayout
 from kvxfer.operations import SegmentSource
 from kvxfer.prefill.actions import Action, Notify, SendToPeer
 from kvxfer.prefill.leg import ChunkWork, Leg, Mode
+from kvxfer.prefill.policy import choose_mode
 from kvxfer.prefill.sender import Sender
 from kvxfer.prefill.transfer import NO_PAGES, SubmittedChunk, Transfer
 from kvxfer.slots import SlotTable
 from kvxfer.transfer import EventKind, LegState, Reason
 from kvxfer.wire import plan_chunk
 
+_log = logging.getLogger("kvxfer.prefill")
+
 MAX_ENDED = 4096
 MAX_DETAIL = 1000
+
+
+class Leases(Protocol):
+    """Words in memory that peers read: `control.pull_share.LeaseTable`."""
+
+    def take(self) -> tuple[int, int] | None:
+        """A word and its value; None when all are in use."""
+        ...
+
+    def revoke(self, word: int) -> None:
+        """Make what is pulled under the word from now on void."""
+        ...
 
 
 class Lifecycle:
     """All transfers that have not been forgotten, and the moves between their states."""
 
-    def __init__(self, slots: SlotTable, mode: Mode) -> None:
+    def __init__(self, slots: SlotTable, mode: Mode, leases: Leases | None) -> None:
         self.outbox: list[Action] = []
         self.layout: PoolLayout | None = None
-        self.sender = Sender(slots, mode, self.outbox, self._progress)
+        self.sender = Sender(slots, self.outbox, self._progress)
+        self.mode = mode
+        self.may_send_raw = mode is Mode.RAW
+        self.leases = leases
+        self.num_chosen: Counter[Mode] = Counter()  # legs in mode auto, by the way that they took
         self.transfers: dict[str, Transfer] = {}
         self.ended: OrderedDict[str, Reason | None] = OrderedDict()
         """The newest transfers that were forgotten, and why they ended; None for those that were sent."""
@@ -49,6 +70,9 @@ class Lifecycle:
             return
         assert self.layout is not None
         began_s = time.perf_counter()
+        if leg.mode is Mode.P2P and leg.lease is None:
+            self.fail(transfer, Reason.PEER_REFUSED, "mode p2p: no lease word is free", now)
+            return
         route, grant = leg.peer.route, leg.grant
         tables = tuple(chunk.tables.get(group.name, NO_PAGES) for group in route.groups)
         ranges = tuple(table.token_range for table in tables)
@@ -58,25 +82,75 @@ class Lifecycle:
         except LayoutError as error:
             self.fail(transfer, Reason.LAYOUT_MISMATCH, str(error), now)
             return
+        num_runs = count_runs(plan, addresses)
         leg.num_chunks += 1
         leg.num_rows += plan.num_rows
         leg.num_segments += plan.num_segments
         leg.num_bytes += plan.num_bytes
-        leg.num_runs += count_runs(plan, addresses)
+        leg.num_runs += num_runs
         transfer.plan_s += time.perf_counter() - began_s
+        announcement = Chunk(
+            transfer=leg.transfer,
+            generation=grant.generation,
+            chunk=chunk.chunk,
+            ranges=ranges,
+            layers=chunk.layers,
+            num_segments=plan.num_segments,
+            num_bytes=plan.num_bytes,
+        )
+        if plan.num_segments and leg.mode is Mode.AUTO:
+            self._choose(leg, num_runs, plan.num_bytes)
+        if plan.num_segments and leg.mode is Mode.P2P:
+            self._let_pull(leg, announcement, tables)
+        else:
+            self.send(leg, announcement)
+            self.sender.add_work(leg, ChunkWork(chunk.chunk, SegmentSource(plan, addresses)))
+
+    def _choose(self, leg: Leg, num_runs: int, num_bytes: int) -> None:
+        """Settle the way of a leg with its first rows."""
+        choice = choose_mode(
+            can_pull=leg.grant.can_pull and leg.lease is not None,
+            may_send_raw=self.may_send_raw,
+            figures=leg.peer.figures,
+            num_runs=num_runs,
+            num_bytes=num_bytes,
+            segment_bytes=leg.peer.segment_bytes,
+        )
+        leg.mode = choice.mode
+        self.num_chosen[choice.mode] += 1
+        _log.debug("transfer %s to %s: %s, %s", leg.transfer, leg.peer.incarnation, choice.mode.value, choice.why)
+
+    def _let_pull(self, leg: Leg, chunk: Chunk, tables: tuple[PageTable, ...]) -> None:
+        """The peer has the pool mapped: tell it where the chunk's rows lie and under which lease they may be read."""
+        assert leg.lease is not None
+        word, value = leg.lease
+        leg.num_pulling += 1
         self.send(
             leg,
-            Chunk(
-                transfer=leg.transfer,
-                generation=grant.generation,
+            PullChunk(
+                transfer=chunk.transfer,
+                generation=chunk.generation,
                 chunk=chunk.chunk,
-                ranges=ranges,
+                ranges=chunk.ranges,
                 layers=chunk.layers,
-                num_segments=plan.num_segments,
-                num_bytes=plan.num_bytes,
+                num_segments=chunk.num_segments,
+                num_bytes=chunk.num_bytes,
+                pages=tuple(table.pages.astype("<u4").tobytes() for table in tables),
+                lease_word=word,
+                lease_value=value,
             ),
         )
-        self.sender.add_work(leg, ChunkWork(chunk.chunk, SegmentSource(plan, addresses)))
+
+    def pulled(self, transfer: Transfer, leg: Leg, num_chunks: int, now: float) -> None:
+        """The peer reads `num_chunks` chunks of an active leg no more."""
+        leg.num_pulling -= min(num_chunks, leg.num_pulling)
+        self.advance(transfer, now)
+
+    def end_lease(self, leg: Leg) -> None:
+        """What is pulled from now on is void."""
+        if leg.lease is not None and self.leases is not None:
+            self.leases.revoke(leg.lease[0])
+            leg.lease = None
 
     def advance(self, transfer: Transfer, now: float) -> None:
         """Do all that has become possible: operations, finished legs, events."""
@@ -106,6 +180,7 @@ class Lifecycle:
     def stop(self, leg: Leg, reason: Reason, detail: str) -> None:
         """Emit nothing more for `leg` and tell its peer why; `quiesce` follows when it is quiet."""
         leg.move(LegState.STOPPING)
+        self.end_lease(leg)
         self.sender.stop(leg)
         self.send(leg, LegFailed(transfer=leg.transfer, generation=leg.grant.generation, reason=reason, detail=detail))
 
@@ -126,16 +201,27 @@ class Lifecycle:
         self.outbox.append(SendToPeer(leg.peer.incarnation, message))
 
     def _finish(self, transfer: Transfer, leg: Leg, now: float) -> None:
-        """Finish an active leg whose last segment was written."""
-        if leg.state is not LegState.ACTIVE or leg.works or len(leg.written) < leg.num_segments:
+        """Finish an active leg whose last segment was written, or pulled.
+
+        A peer that pulls is told of the end before it has pulled everything: it knows itself what is missing.
+        """
+        if leg.state is not LegState.ACTIVE:
             return
+        is_pulled = leg.mode is Mode.P2P
+        if leg.finished is None and (is_pulled or len(leg.written) == leg.num_segments):
+            self._announce_end(transfer, leg, now)
+        if leg.finished is not None and leg.num_pulling == 0:
+            leg.move(LegState.FINISHED)
+            self.end_lease(leg)
+
+    def _announce_end(self, transfer: Transfer, leg: Leg, now: float) -> None:
+        """Tell the peer that nothing more comes, if all came that it asked for."""
         route, grant = leg.peer.route, leg.grant
         owed = plan_chunk(route, grant.wanted, grant.wanted, grant.have, None, leg.peer.segment_bytes)
         if owed.num_rows != leg.num_rows:
             detail = f"submitted {leg.num_rows} rows of the {owed.num_rows} that the decode side asked for"
             self.fail(transfer, Reason.INCOMPLETE, detail, now)
             return
-        leg.move(LegState.FINISHED)
         leg.finished = Finished(
             transfer=leg.transfer,
             generation=grant.generation,
@@ -151,9 +237,7 @@ class Lifecycle:
         legs = list(transfer.legs.values())
         if not transfer.has_last or not legs or len(legs) < legs[0].peer.dst_world:
             return
-        is_raw = self.sender.mode is Mode.RAW
-        reads_on = any(leg.works or leg.num_filling or (is_raw and leg.num_held) for leg in legs)
-        if not reads_on and not transfer.is_source_free:
+        if not transfer.is_source_free and not any(leg.reads_pool for leg in legs):
             transfer.is_source_free = True
             self._notify(transfer, EventKind.SOURCE_FREE, now)
         if all(leg.state is LegState.FINISHED for leg in legs):
@@ -164,7 +248,7 @@ class Lifecycle:
         legs = transfer.legs.values()
         if any(leg.num_filling for leg in legs):
             return
-        if self.sender.mode is Mode.RAW and now < transfer.deadline and any(leg.num_held for leg in legs):
+        if now < transfer.deadline and any(leg.mode is Mode.RAW and leg.num_held for leg in legs):
             return  # a raw write reads the pages; past the deadline one that hangs does harm to a landing slot alone
         transfer.has_ended = True
         aborted = transfer.reason is Reason.ABORTED_BY_WORKER

@@ -43,11 +43,10 @@ class Sender:
     """Moves the segments of all legs through the sender slots."""
 
     def __init__(
-        self, slots: SlotTable, mode: Mode, outbox: list[Action], on_progress: Callable[[Leg, float, float, int], None]
+        self, slots: SlotTable, outbox: list[Action], on_progress: Callable[[Leg, float, float, int], None]
     ) -> None:
         """`on_progress(leg, pack_s, send_s, num_descriptors)` hears of every operation that ended."""
         self.slots = slots
-        self.mode = mode
         self._outbox = outbox
         self._on_progress = on_progress
         self._turns: deque[Leg] = deque()  # legs with segments that hold no slot, the next one first
@@ -91,14 +90,16 @@ class Sender:
 
     def write_packed(self, leg: Leg, now: float) -> None:
         """Emit a write for every packed segment of `leg` that has a credit."""
-        if self.mode is Mode.SERIAL and not self._may_send(leg):
+        if leg.mode is Mode.SERIAL and not self._may_send(leg):
             return
         while leg.packed and leg.credits and leg.state is LegState.ACTIVE:
             self._write(leg, leg.packed.popleft(), leg.credits.popleft(), now)
 
-    def gather_ended(self, operation: int, now: float, busy_s: float, *, was_done: bool) -> tuple[Leg, ...]:
-        """A gather has ended after `busy_s` of work, or was never begun or failed (`was_done` False). Returns the
-        legs that took part."""
+    def gather_ended(
+        self, operation: int, now: float, busy_s: float, *, was_done: bool, go_raw: bool = False
+    ) -> tuple[Leg, ...]:
+        """A gather has ended after `busy_s` of work, or was never begun or failed (`was_done` False). With `go_raw`
+        its legs go on without packing, from this segment on. Returns the legs that took part."""
         op = self._gathers.pop(operation)
         lease = op.lease
         if was_done:
@@ -108,8 +109,12 @@ class Sender:
             leg.num_filling -= 1
             if was_done and leg.state is LegState.ACTIVE:
                 leg.packed.append(Packed(work, op.segment, lease))
-            else:
-                self._give_back(leg, lease)
+                continue
+            self._give_back(leg, lease)
+            if go_raw and leg.state is LegState.ACTIVE:
+                leg.mode = Mode.RAW
+                self._hold(leg)
+                leg.packed.append(Packed(work, op.segment, None))
         self._on_progress(op.legs[0], busy_s, 0.0, 0)
         for leg in op.legs:
             self.write_packed(leg, now)
@@ -143,7 +148,8 @@ class Sender:
 
     def _next_leg(self) -> Leg | None:
         """The next leg, in turn, that may hold one more slot; None where there is none, or no slot is free."""
-        if self.mode is not Mode.RAW and self.slots.num_free == 0:
+        has_slot = self.slots.num_free > 0
+        if not has_slot and all(leg.mode is not Mode.RAW for leg in self._turns):
             return None
         # A peer that gives no credits, or has stopped, must leave slots for the others.
         quota = self.slots.num_slots if self.num_peers <= 1 else max(1, self.slots.num_slots // 2)
@@ -152,16 +158,15 @@ class Sender:
             self._turns.rotate(-1)
             peer = leg.peer.incarnation
             num_quarantined = self.slots.num_quarantined(peer)
-            num_held = num_quarantined if self.mode is Mode.SERIAL else num_quarantined + self._num_held[peer]
-            if num_held >= quota:
-                continue
-            if not self._is_between_chunks(leg):
+            num_held = num_quarantined if leg.mode is Mode.SERIAL else num_quarantined + self._num_held[peer]
+            may_lease = has_slot or leg.mode is Mode.RAW
+            if may_lease and num_held < quota and not self._is_between_chunks(leg):
                 return leg
         return None
 
     def _is_between_chunks(self, leg: Leg) -> bool:
         """Mode serial packs nothing of a chunk before the one before it has been sent."""
-        if self.mode is not Mode.SERIAL:
+        if leg.mode is not Mode.SERIAL:
             return False
         return leg.is_sending or (leg.num_held > 0 and leg.works[0].next_segment == 0)
 
@@ -169,7 +174,7 @@ class Sender:
         """Give the leg's next segment a free slot and emit its gather."""
         work = leg.works[0]
         segment = work.next_segment
-        if self.mode is Mode.RAW:
+        if leg.mode is Mode.RAW:
             self._advance(leg)
             leg.packed.append(Packed(work, segment, None))
             self.write_packed(leg, now)
@@ -194,6 +199,7 @@ class Sender:
             other
             for other in self._turns
             if other is not leg
+            and other.mode is leg.mode
             and other.transfer == leg.transfer
             and other.works[0].chunk == work.chunk
             and other.works[0].next_segment == segment
@@ -204,13 +210,16 @@ class Sender:
         work = leg.works[0]
         work.next_segment += 1
         leg.num_leased += 1
-        leg.num_held += 1
-        self._num_held[leg.peer.incarnation] += 1
+        self._hold(leg)
         self._advanced.append(leg)
         if work.num_waiting == 0:
             leg.works.popleft()
         if not leg.works:
             self._turns.remove(leg)
+
+    def _hold(self, leg: Leg) -> None:
+        leg.num_held += 1
+        self._num_held[leg.peer.incarnation] += 1
 
     def _write(self, leg: Leg, packed: Packed, dst_slot: int, now: float) -> None:
         first_byte, end_byte = packed.work.source.plan.segment_range(packed.segment)
