@@ -228,6 +228,7 @@ class PrefillCore:
         leg = peer.legs.get(key)
         if leg is None:
             peer.bury(key)
+            self._life.give_up(peer.info.incarnation, message, now)
             quiesced = Quiesced(transfer=message.transfer, generation=message.generation)
             self._life.outbox.append(SendToPeer(peer.info.incarnation, quiesced))
             return

@@ -12,7 +12,16 @@ from collections import Counter, OrderedDict
 from typing import Protocol
 
 from kvxfer.addresses import PageTable, count_runs, resolve
-from kvxfer.control.messages import Chunk, Finished, LegFailed, PrefillToDecode, PullChunk, Quiesced, TransferEvent
+from kvxfer.control.messages import (
+    AbortLeg,
+    Chunk,
+    Finished,
+    LegFailed,
+    PrefillToDecode,
+    PullChunk,
+    Quiesced,
+    TransferEvent,
+)
 from kvxfer.errors import LayoutError
 from kvxfer.layout import PoolLayout
 from kvxfer.operations import SegmentSource
@@ -177,6 +186,14 @@ class Lifecycle:
                     self.stop(leg, reason, transfer.detail)
         self.advance(transfer, now)
 
+    def give_up(self, peer: str, abort: AbortLeg, now: float) -> None:
+        """A decode agent gave a transfer up before its grant: its worker hears of it now, or when it submits."""
+        transfer = self.transfers.get(abort.transfer)
+        if transfer is None:
+            self._keep_end(abort.transfer, Reason.ABORTED_BY_PEER)
+        elif peer not in transfer.legs:
+            self.fail(transfer, Reason.ABORTED_BY_PEER, f"decode agent gave up: {abort.reason.value}", now)
+
     def stop(self, leg: Leg, reason: Reason, detail: str) -> None:
         """Emit nothing more for `leg` and tell its peer why; `quiesce` follows when it is quiet."""
         leg.move(LegState.STOPPING)
@@ -274,6 +291,9 @@ class Lifecycle:
         """Legs live on at their peers, to answer again; of the transfer only its end is kept."""
         if self.transfers.pop(transfer.transfer, None) is None:
             return
-        self.ended[transfer.transfer] = transfer.reason
+        self._keep_end(transfer.transfer, transfer.reason)
+
+    def _keep_end(self, transfer: str, reason: Reason | None) -> None:
+        self.ended.setdefault(transfer, reason)
         while len(self.ended) > MAX_ENDED:
             self.ended.popitem(last=False)

@@ -220,6 +220,32 @@ def test_a_transfer_that_only_a_grant_made_known_tells_the_worker_nothing() -> N
         driver.submit(transfer, 0, 4)
 
 
+def test_an_abort_that_overtakes_its_grant_ends_the_transfer_at_once() -> None:
+    """A decode worker that refuses the request before its agent was paired: nobody waits for the deadline."""
+    driver = PrefillDriver()
+    peer, transfer, foreign = driver.pair(), driver.ticket(), new_id()
+    driver.submit(transfer, 0, 8)
+    driver.abort_leg(peer, transfer, generation=1)
+    assert driver.ends(transfer) == [(EventKind.FAILED, Reason.ABORTED_BY_PEER)]
+    driver.abort_leg(peer, foreign, generation=2)  # another agent's ticket, which this worker has yet to submit to
+    with pytest.raises(RefusedError, match="has ended"):
+        driver.submit(foreign, 0, 8)
+    driver.assert_idle()
+
+
+def test_a_stale_abort_does_not_end_a_later_try() -> None:
+    driver = PrefillDriver()
+    peer, transfer = driver.pair(), driver.ticket()
+    driver.grant(peer, transfer, 8, generation=2)
+    driver.abort_leg(peer, transfer, generation=1)
+    driver.submit(transfer, 0, 8)
+    driver.end_gathers()
+    driver.credit(peer, transfer, 0, 1, generation=2)
+    driver.end_write()
+    driver.end_write()
+    assert driver.kinds(transfer) == SENT
+
+
 @pytest.mark.parametrize("state", ["ticket", "granted", "submitted", "filling", "packed", "in flight"])
 @pytest.mark.parametrize(
     "cause", ["worker", "peer", "deadline", "peer deadline", "peer lost", "worker lost", "refused"]
@@ -275,4 +301,4 @@ def _end(
         case _:
             driver.core.fail_all(Reason.SHUTDOWN, "draining", driver.now)
             return EventKind.FAILED, Reason.SHUTDOWN
-    return EventKind.FAILED, reason if has_leg else Reason.DEADLINE
+    return EventKind.FAILED, reason if has_leg or cause == "peer" else Reason.DEADLINE
