@@ -44,6 +44,10 @@ class PostingEngine(Protocol):
     max_peer_entries: int
     """Entries in flight to one peer."""
 
+    def is_ready(self, peer: str) -> bool:
+        """Whether `post` to `peer` would not block. It is asked until it says yes, for a while at most."""
+        ...
+
     def post(self, peer: str, entries: Entries) -> int | None:
         """Start moving `entries`; a token to `check`, or None where they have arrived already."""
         ...
@@ -166,12 +170,13 @@ class EngineThread:
     def _run(self) -> None:
         moved_at_s = time.monotonic()
         while True:
-            outstanding = any(peer.parts for peer in self._peers.values())
             now_s = time.monotonic()
-            if self._stop_at_s is not None and (not outstanding or now_s >= self._stop_at_s):
-                return
+            if self._stop_at_s is not None:
+                outstanding = any(peer.parts for peer in self._peers.values())
+                if not outstanding or now_s >= self._stop_at_s:
+                    return
             sleep_s = min(max(_SLEEP_SHARE * (now_s - moved_at_s), _MIN_SLEEP_S), _MAX_SLEEP_S)
-            self._take_commands(0.0 if self._may_post_now() else sleep_s if outstanding else None)
+            self._take_commands(0.0 if self._may_post_now() else sleep_s if self._peers else None)
             for name, peer in list(self._peers.items()):
                 moved = self._check_parts(peer)
                 if self._stop_at_s is None:
@@ -184,7 +189,7 @@ class EngineThread:
                     self._peers.pop(name, None)
 
     def _may_post_now(self) -> bool:
-        return self._stop_at_s is None and any(self._may_post(peer) for peer in self._peers.values())
+        return self._stop_at_s is None and any(self._may_post(name, peer) for name, peer in self._peers.items())
 
     def _take_commands(self, timeout_s: float | None) -> None:
         """Run the commands that are there; wait for one for up to `timeout_s` seconds, for ever with None."""
@@ -196,8 +201,8 @@ class EngineThread:
     def _enqueue(self, write: _Write) -> None:
         self._peers.setdefault(write.peer, _PeerQueue()).waiting.append(write)
 
-    def _may_post(self, peer: _PeerQueue) -> bool:
-        if not peer.waiting:
+    def _may_post(self, name: str, peer: _PeerQueue) -> bool:
+        if not peer.waiting or not self._engine.is_ready(name):
             return False
         # A part longer than what the peer may have in flight waits for an empty wire instead of for ever.
         next_entries = min(self._engine.max_post_entries, _left(peer.waiting[0]))
@@ -205,7 +210,7 @@ class EngineThread:
 
     def _post_next(self, name: str, peer: _PeerQueue) -> bool:
         """Post one part to `peer`: peers take turns, so a long write to one holds up no other."""
-        if not self._may_post(peer):
+        if not self._may_post(name, peer):
             return False
         write = peer.waiting[0]
         entries = write.entries.part(write.num_posted, write.num_posted + self._engine.max_post_entries)

@@ -20,6 +20,7 @@ import msgspec
 from kvxfer.errors import ConfigError, EngineMissingError, TransportError
 from kvxfer.transports._engine_thread import EngineError
 from kvxfer.transports._metadata import Metadata
+from kvxfer.transports._mooncake_scout import Question, ask
 from kvxfer.transports._nixl_engine import has_rdma_device
 from kvxfer.transports._regions import Entries
 from kvxfer.transports._tcp_probe import acknowledged_tcp_bytes
@@ -33,6 +34,7 @@ MAX_PEER_ENTRIES = 512
 MAX_POST_ENTRIES = 128
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
+_ANSWER_S = 2.0
 _MIN_PROBE_BYTES = 1 << 16
 _RUNNING, _DONE = 0, 1
 _PACKAGES = "mooncake-cpu (no CUDA), mooncake (CUDA 12) or mooncake-cuda13"
@@ -79,6 +81,8 @@ class _Post:
 @dataclass(slots=True)
 class _MooncakePeer:
     metadata: Metadata
+    question: Question | None = None  # asked before the first write, answered before the second
+    shook_hands: bool = False
     path: str = "unknown"
     num_failures: int = 0  # in a row
     closed_until_s: float = 0.0
@@ -96,6 +100,8 @@ class MooncakeEngine:
 
     def __init__(self, module: ModuleType, endpoint: str, host: str, options: MooncakeOptions) -> None:
         self.endpoint = endpoint
+        self._module = module
+        self._host = host
         self._engine: Any = module.TransferEngine()
         code = self._engine.initialize(host, "P2PHANDSHAKE", options.protocol, "")
         if code != 0:
@@ -139,16 +145,26 @@ class MooncakeEngine:
     def path(self, peer: str) -> str:
         return self._peers[peer].path if peer in self._peers else "unknown"
 
+    def is_ready(self, peer: str) -> bool:
+        state = self._peers[peer]
+        if state.shook_hands:
+            return True
+        if state.question is None:
+            state.question = ask(self._module, self._host, state.session)
+        return state.question.code is not None or time.monotonic() - state.question.asked_at_s > _ANSWER_S
+
     def post(self, peer: str, entries: Entries) -> int:
         state = self._peers[peer]
         self._check_may_post(state)
+        self._shake_hands(state)
         probe = state.path == "unknown" and not self._posts and entries.num_bytes >= _MIN_PROBE_BYTES
         post = _Post(peer, [], entries.num_bytes, acknowledged_tcp_bytes() if probe else None)
         for src, dst, length in zip(entries.src.tolist(), entries.dst.tolist(), entries.lengths.tolist(), strict=True):
             entry_id = self._engine.transfer_submit_write(state.session, src, dst, length)
             if entry_id <= 0:
+                self._let_go(state, post.entry_ids)
                 outcome = Outcome.UNKNOWN if post.entry_ids else Outcome.FAILED
-                raise self._failure(post, outcome, f"did not take an entry: {entry_id}")
+                raise self._failure(state, outcome, f"did not take an entry: {entry_id}")
             post.entry_ids.append(entry_id)
         post.entry_ids.reverse()
         token = next(self._tokens)
@@ -157,6 +173,7 @@ class MooncakeEngine:
 
     def check(self, token: int) -> bool:
         post = self._posts[token]
+        state = self._peers[post.peer]
         while post.entry_ids:
             status = self._engine.transfer_check_status(post.entry_ids[-1])
             if status == _RUNNING:
@@ -165,9 +182,9 @@ class MooncakeEngine:
             post.entry_ids.pop()
             if status != _DONE:
                 del self._posts[token]
-                raise self._failure(post, Outcome.UNKNOWN, f"reported status {status} for an entry")
+                self._let_go(state, post.entry_ids)
+                raise self._failure(state, Outcome.UNKNOWN, f"reported status {status} for an entry")
         del self._posts[token]
-        state = self._peers[post.peer]
         state.num_failures = 0
         if post.tcp_bytes_before is not None:
             sent_bytes = acknowledged_tcp_bytes() - post.tcp_bytes_before
@@ -176,8 +193,11 @@ class MooncakeEngine:
 
     def abandon(self, token: int) -> None:
         post = self._posts.pop(token)
-        if post.entry_ids and post.peer in self._peers:
-            self._abandoned.setdefault(self._peers[post.peer].session, []).extend(post.entry_ids)
+        if post.peer in self._peers:
+            self._let_go(self._peers[post.peer], post.entry_ids)
+
+    def _let_go(self, state: _MooncakePeer, entry_ids: list[int]) -> None:
+        self._abandoned.setdefault(state.session, []).extend(entry_ids)
 
     def _check_may_post(self, state: _MooncakePeer) -> None:
         left = [entry for entry in self._abandoned.pop(state.session, []) if self._is_running(entry)]
@@ -192,14 +212,24 @@ class MooncakeEngine:
                 f"{state.num_failures} writes in a row to {state.session} have failed; not tried for {wait_s:.1f} s",
             )
 
+    def _shake_hands(self, state: _MooncakePeer) -> None:
+        """Make the session known to the engine object, once the peer has given a sign of life."""
+        if state.shook_hands:
+            return
+        question = state.question
+        assert question is not None
+        if question.code == 0 and self._engine.get_first_buffer_address(state.session) != 0:
+            state.shook_hands = True
+            return
+        if question.code is not None:
+            state.question = None  # the next write asks again
+        raise self._failure(state, Outcome.FAILED, f"does not answer (code {question.code})")
+
     def _is_running(self, entry_id: int) -> bool:
         return bool(self._engine.transfer_check_status(entry_id) == _RUNNING)
 
-    def _failure(self, post: _Post, outcome: Outcome, what: str) -> EngineError:
+    def _failure(self, state: _MooncakePeer, outcome: Outcome, what: str) -> EngineError:
         """Note a failure. The first one in a row closes nothing: the next write may well succeed."""
-        state = self._peers[post.peer]
-        if post.entry_ids:
-            self._abandoned.setdefault(state.session, []).extend(post.entry_ids)
         state.num_failures += 1
         if state.num_failures > 1:
             backoff_s = min(_MIN_BACKOFF_S * 2 ** (state.num_failures - 2), _MAX_BACKOFF_S)

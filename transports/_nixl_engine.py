@@ -167,6 +167,9 @@ class NixlEngine:
         with self.map_nixl_errors(Outcome.FAILED, f"dropping peer {peer}"):
             self._agent.invalidateRemoteMD(metadata.endpoint)
 
+    def is_ready(self, peer: str) -> bool:
+        return peer in self._peers
+
     def post(self, peer: str, entries: Entries) -> int | None:
         with self.map_nixl_errors(Outcome.FAILED, "preparing a write"):
             # Measured on single slots: preparing each write afresh costs 20-60 us, a prepared list no less.

@@ -54,9 +54,12 @@ def _parse(options: Mapping[str, object], kind: type[_Options], name: str) -> _O
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     try:
-        return ipaddress.ip_address(host)
+        address = ipaddress.ip_address(host)
     except ValueError as error:
         raise ConfigError(f"host: got {host!r}, expected the IP address that peers reach") from error
+    if address.is_unspecified:
+        raise ConfigError(f"host: got the wildcard {host}, expected one address that peers reach")
+    return address
 
 
 def exit_process(code: int) -> NoReturn:

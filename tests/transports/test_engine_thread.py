@@ -27,8 +27,12 @@ class FakeEngine:
         self.results: dict[int, EngineError | None] = {}
         self.refuse: EngineError | None = None
         self.inline = False
+        self.unready: set[str] = set()
         self.num_checks = 0
         self._tokens = itertools.count()
+
+    def is_ready(self, peer: str) -> bool:
+        return peer not in self.unready
 
     def post(self, peer: str, entries: Entries) -> int | None:
         if self.refuse is not None:
@@ -103,6 +107,17 @@ def test_a_full_peer_holds_up_no_other(harness: Harness) -> None:
     harness.submit(2, "b", 5)
     harness.settle()
     assert ("b", 2000, 5) in harness.engine.posted
+
+
+def test_a_peer_that_is_not_ready_is_waited_for_without_holding_up_others(harness: Harness) -> None:
+    harness.engine.unready = {"a"}
+    harness.submit(1, "a", 5)
+    harness.submit(2, "b", 5)
+    harness.settle()
+    assert harness.engine.posted == [("b", 2000, 5)]
+    harness.engine.unready = set()
+    harness.settle()
+    assert harness.engine.posted[1:] == [("a", 1000, 5)]
 
 
 def test_writes_that_are_done_inline_need_no_look(harness: Harness) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 import types
 from collections.abc import Callable
 
@@ -26,6 +28,16 @@ class FakeTransferEngine:
         self.start_code = 0
         self.next_ids = itertools.count(1)
         self.submitted: list[int] = []
+        self.answers = threading.Event()
+        self.answers.set()
+        self.answer = 0
+
+    def send_probe(self, _session: str) -> int:
+        assert self.answers.wait(10)
+        return self.answer
+
+    def get_first_buffer_address(self, _session: str) -> int:
+        return 4096
 
     def initialize(self, *_: str) -> int:
         return self.start_code
@@ -68,12 +80,25 @@ def _entries(count: int) -> Entries:
     return Entries(*[np.ones(count, dtype=np.uint64)] * 3)
 
 
+def _wait_for_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "mooncake-ask":
+            thread.join(10)
+
+
+def _post(engine: adapter.MooncakeEngine, count: int) -> int:
+    give_up_s = time.perf_counter() + 10
+    while not engine.is_ready("p") and time.perf_counter() < give_up_s:
+        time.sleep(0.001)
+    return engine.post("p", _entries(count))
+
+
 def test_entries_are_asked_for_until_their_end_and_never_again(
     fake: FakeTransferEngine, make_engine: MakeEngine
 ) -> None:
     engine = make_engine()
     engine.add_peer("p", _peer("p-1"))
-    token = engine.post("p", _entries(4))
+    token = _post(engine, 4)
     assert not engine.check(token)
     fake.script = {1: 1, 2: 1}
     assert not engine.check(token)
@@ -86,15 +111,15 @@ def test_a_failed_entry_makes_the_whole_post_unknown_and_its_others_are_let_go(
 ) -> None:
     engine = make_engine()
     engine.add_peer("p", _peer("p-1"))
-    token = engine.post("p", _entries(4))
+    token = _post(engine, 4)
     fake.script = {1: 1, 2: -1}
     with pytest.raises(EngineError, match="status -1") as raised:
         engine.check(token)
     assert raised.value.outcome is Outcome.UNKNOWN
     fake.script |= {3: 1}
-    engine.post("p", _entries(1))
+    _post(engine, 1)
     fake.script |= {4: 1}
-    engine.post("p", _entries(1))
+    _post(engine, 1)
     assert fake.ended >= {1, 2, 3, 4}
 
 
@@ -107,7 +132,7 @@ def test_one_failure_closes_nothing_and_more_in_a_row_back_off(
     engine.add_peer("p", _peer("p-1"))
 
     def fail_once() -> None:
-        token = engine.post("p", _entries(1))
+        token = _post(engine, 1)
         fake.script[fake.submitted[-1]] = -1
         with pytest.raises(EngineError, match="status -1"):
             engine.check(token)
@@ -115,43 +140,72 @@ def test_one_failure_closes_nothing_and_more_in_a_row_back_off(
     fail_once()
     fail_once()
     with pytest.raises(EngineError, match=r"2 writes in a row .* not tried for 0.1 s") as raised:
-        engine.post("p", _entries(1))
+        _post(engine, 1)
     assert raised.value.outcome is Outcome.FAILED
     now_s[0] += 0.11
     fail_once()
     now_s[0] += 0.15
     with pytest.raises(EngineError, match="3 writes in a row"):
-        engine.post("p", _entries(1))
+        _post(engine, 1)
     now_s[0] += 60.0
-    token = engine.post("p", _entries(1))
+    token = _post(engine, 1)
     fake.script[fake.submitted[-1]] = 1
     assert engine.check(token)
     fail_once()
-    engine.post("p", _entries(1))
+    _post(engine, 1)
+
+
+def test_a_peer_that_gives_no_sign_of_life_is_never_posted_to(
+    fake: FakeTransferEngine, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "_ANSWER_S", 0.05)
+    fake.answers.clear()
+    engine = make_engine()
+    engine.add_peer("p", _peer("p-1"))
+    assert not engine.is_ready("p")
+    with pytest.raises(EngineError, match=r"does not answer \(code None\)") as raised:
+        _post(engine, 1)
+    assert raised.value.outcome is Outcome.FAILED
+    assert fake.submitted == []
+    fake.answers.set()
+    _wait_for_threads()
+    assert _post(engine, 1)
+
+
+def test_a_peer_that_refuses_is_asked_again_by_the_next_write(
+    fake: FakeTransferEngine, make_engine: MakeEngine
+) -> None:
+    engine = make_engine()
+    engine.add_peer("p", _peer("p-1"))
+    fake.answer = -102
+    with pytest.raises(EngineError, match=r"does not answer \(code -102\)"):
+        _post(engine, 1)
+    fake.answer = 0
+    assert _post(engine, 1)
 
 
 def test_a_successor_is_given_a_chance_at_once(fake: FakeTransferEngine, make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_peer("p", _peer("p-1"))
     for _ in range(2):
-        token = engine.post("p", _entries(1))
+        token = _post(engine, 1)
         fake.script[fake.submitted[-1]] = -1
         with pytest.raises(EngineError):
             engine.check(token)
     engine.add_peer("p", _peer("p-2", b"10.0.0.1:15001"))
-    assert engine.post("p", _entries(1))
+    assert _post(engine, 1)
 
 
 def test_a_queue_full_of_abandoned_entries_is_left_to_drain(fake: FakeTransferEngine, make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_peer("p", _peer("p-1"))
     for _ in range(adapter.MAX_PEER_ENTRIES // adapter.MAX_POST_ENTRIES + 1):
-        engine.abandon(engine.post("p", _entries(adapter.MAX_POST_ENTRIES)))
+        engine.abandon(_post(engine, adapter.MAX_POST_ENTRIES))
     with pytest.raises(EngineError, match="still holds 640 entries") as raised:
-        engine.post("p", _entries(1))
+        _post(engine, 1)
     assert raised.value.outcome is Outcome.FAILED
     fake.script = dict.fromkeys(fake.submitted, -1)
-    assert engine.post("p", _entries(1))
+    assert _post(engine, 1)
 
 
 def test_only_another_process_behind_a_known_session_makes_the_object_stale(make_engine: MakeEngine) -> None:
