@@ -21,9 +21,9 @@ def _grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 def test_registrations_peers_rotations_and_whole_transports_leak_nothing(engine: Engine) -> None:
     with PeerProcess(engine) as writer, PeerProcess(engine) as target:
         # What a library makes once, at its first use, is no leak.
-        writer.call("register_cycles", count=10)
         writer.knows(target).call("write", peer=target.incarnation, entries=[[0, 0, 1]])
         assert set(writer.outcomes(1).values()) == {"done"}
+        writer.call("register_cycles", count=10)
         writer.call("rotate")
         writer.call("reopen")
         before = writer.call("resources")
