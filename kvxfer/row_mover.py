@@ -10,13 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from kvxfer.addresses import BlockAddresses
-from kvxfer.operations import CancelFlag, SegmentSource
-from kvxfer.rows_host import ByteArray
-from kvxfer.segments import ChunkPlan
-
-MoveSegment = Callable[[ByteArray, ChunkPlan, tuple[BlockAddresses, ...], int, ByteArray], int]
-"""`rows_host.gather_segment` or `rows_host.scatter_segment`."""
+from kvxfer.operations import CancelFlag
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +26,15 @@ class Moved:
 class RowMover:
     """Runs moves in `num_threads` threads; segments run beside each other, numpy releases the GIL for the bytes."""
 
-    def __init__(self, move: MoveSegment, num_threads: int, name: str) -> None:
-        self._move = move
+    def __init__(self, num_threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._moved: deque[Moved] = deque()
         self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def submit(
-        self, operation: int, pool: ByteArray, source: SegmentSource, segment: int, slot: ByteArray, cancel: CancelFlag
-    ) -> None:
-        """Begin a move as soon as a thread is free; its one `Moved` comes out of `poll()`."""
-        future = self._pool.submit(self._run, pool, source, segment, slot, cancel)
+    def submit(self, operation: int, segment: int, cancel: CancelFlag, move: Callable[[], object]) -> None:
+        """Call `move` as soon as a thread is free, unless `cancel` is set by then; its one `Moved` comes out of
+        `poll()`. What `move` raises becomes the error of that."""
+        future = self._pool.submit(_run, cancel, move)
         future.add_done_callback(partial(self._ended, operation, segment))
 
     def poll(self) -> list[Moved]:
@@ -64,16 +56,6 @@ class RowMover:
             os.close(self._event_fd)
             self._event_fd = -1
 
-    def _run(
-        self, pool: ByteArray, source: SegmentSource, segment: int, slot: ByteArray, cancel: CancelFlag
-    ) -> float | None:
-        """Seconds that the move took; None where it was cancelled in time."""
-        if cancel.is_set:
-            return None
-        began_s = time.perf_counter()
-        self._move(pool, source.plan, source.addresses, segment, slot)
-        return time.perf_counter() - began_s
-
     def _ended(self, operation: int, segment: int, future: Future[float | None]) -> None:
         """Whatever a move raised ends it: one whose end is never reported would hold its transfer for ever."""
         if future.cancelled():
@@ -86,3 +68,12 @@ class RowMover:
             moved = Moved(operation, busy_s or 0.0, None, busy_s is not None)
         self._moved.append(moved)
         os.eventfd_write(self._event_fd, 1)
+
+
+def _run(cancel: CancelFlag, move: Callable[[], object]) -> float | None:
+    """Seconds that the move took; None where it was cancelled in time."""
+    if cancel.is_set:
+        return None
+    began_s = time.perf_counter()
+    move()
+    return time.perf_counter() - began_s

@@ -25,7 +25,7 @@ from kvxfer.errors import KvxferError, RefusedError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
 from kvxfer.ops.config import SlotConfig, TransportConfig
-from kvxfer.row_mover import MoveSegment, RowMover
+from kvxfer.row_mover import RowMover
 from kvxfer.rows_host import ByteArray
 from kvxfer.transports.base import Region
 from kvxfer.transports.registry import create_transport
@@ -91,7 +91,6 @@ class Sidecar:
         host: str,
         transport: TransportConfig,
         slots: SlotConfig,
-        move: MoveSegment,
         num_threads: int,
     ) -> None:
         self.incarnation = new_id()
@@ -120,7 +119,7 @@ class Sidecar:
             self.transport = create_transport(transport.name, incarnation=self.incarnation, host=host, options=options)
             stack.callback(self.transport.close)
             self.region = self.transport.register(self.slots.region)
-            self.mover = RowMover(move, num_threads, f"kvxfer-{role}")
+            self.mover = RowMover(num_threads, f"kvxfer-{role}")
             stack.callback(self.mover.close)
             self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             stack.callback(os.close, self._stop_fd)

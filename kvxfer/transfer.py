@@ -23,6 +23,7 @@ class Reason(enum.Enum):
     WRITE_FAILED = "write_failed"
     WRITE_UNKNOWN = "write_unknown"
     GATHER_FAILED = "gather_failed"
+    PULL_FAILED = "pull_failed"
     SCATTER_FAILED = "scatter_failed"
     INCOMPLETE = "incomplete"
     MISMATCH = "mismatch"

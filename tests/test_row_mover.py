@@ -7,29 +7,23 @@ import select
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
-import numpy as np
 import pytest
 
 from kvxfer.errors import LayoutError
-from kvxfer.operations import CancelFlag, SegmentSource
+from kvxfer.operations import CancelFlag
 from kvxfer.row_mover import Moved, RowMover
-from kvxfer.segments import ChunkPlan
-
-SOURCE = SegmentSource(ChunkPlan((), (), 0, 0, 0), ())
-BYTES = np.zeros(8, dtype=np.uint8)
 
 
 class _Move:
-    """Stands for `gather_segment`: waits for its gate, then does what the segment's number says."""
+    """Stands for moving rows: waits for its gate, then does what the segment's number says."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.begun: list[int] = []
 
-    def __call__(self, *arguments: object) -> int:
-        segment = arguments[3]
-        assert isinstance(segment, int)
+    def __call__(self, segment: int) -> int:
         self.begun.append(segment)
         assert self.gate.wait(10.0)
         if segment == 1:
@@ -46,14 +40,14 @@ def move() -> _Move:
 
 @pytest.fixture
 def mover(move: _Move) -> Iterator[RowMover]:
-    found = RowMover(move, 1, "test-mover")
+    found = RowMover(1, "test-mover")
     yield found
     move.gate.set()
     found.close()
 
 
-def _submit(mover: RowMover, operation: int, segment: int = 0, cancel: CancelFlag | None = None) -> None:
-    mover.submit(operation, BYTES, SOURCE, segment, BYTES, cancel or CancelFlag())
+def _submit(mover: RowMover, move: _Move, operation: int, segment: int = 0, cancel: CancelFlag | None = None) -> None:
+    mover.submit(operation, segment, cancel or CancelFlag(), partial(move, segment))
 
 
 def _wait(mover: RowMover, num_moves: int) -> list[Moved]:
@@ -68,7 +62,7 @@ def _wait(mover: RowMover, num_moves: int) -> list[Moved]:
 def test_moves_are_reported_once_through_a_descriptor(mover: RowMover, move: _Move) -> None:
     move.gate.set()
     for operation in range(3):
-        _submit(mover, operation)
+        _submit(mover, move, operation)
     moved = _wait(mover, 3)
     assert [(each.operation, each.error, each.was_begun) for each in moved] == [(i, None, True) for i in range(3)]
     assert all(each.busy_s >= 0 for each in moved)
@@ -79,8 +73,8 @@ def test_moves_are_reported_once_through_a_descriptor(mover: RowMover, move: _Mo
 def test_a_cancelled_move_never_begins(mover: RowMover, move: _Move) -> None:
     """The flag is looked at when a thread is free, not when the move was submitted."""
     cancel = CancelFlag()
-    _submit(mover, 1)
-    _submit(mover, 2, segment=7, cancel=cancel)
+    _submit(mover, move, 1)
+    _submit(mover, move, 2, segment=7, cancel=cancel)
     cancel.is_set = True
     move.gate.set()
     assert [(each.operation, each.was_begun) for each in _wait(mover, 2)] == [(1, True), (2, False)]
@@ -91,7 +85,7 @@ def test_a_cancelled_move_never_begins(mover: RowMover, move: _Move) -> None:
 def test_whatever_a_move_raises_ends_it(mover: RowMover, move: _Move, segment: int, error: str) -> None:
     """A move whose end were lost would keep its transfer, its slot and the worker's pages for ever."""
     move.gate.set()
-    _submit(mover, 5, segment=segment)
+    _submit(mover, move, 5, segment=segment)
     (moved,) = _wait(mover, 1)
     assert moved.was_begun
     assert moved.error is not None
@@ -103,9 +97,9 @@ def test_closing_waits_for_the_move_under_way_and_drops_the_rest(move: _Move) ->
     """Memory is unmapped after `close()`: no thread may touch it by then."""
     num_fds = len(os.listdir("/proc/self/fd"))
     num_threads = threading.active_count()
-    mover = RowMover(move, 1, "test-mover")
-    _submit(mover, 1)
-    _submit(mover, 2, segment=9)
+    mover = RowMover(1, "test-mover")
+    _submit(mover, move, 1)
+    _submit(mover, move, 2, segment=9)
     deadline_s = time.monotonic() + 10.0
     while not move.begun and time.monotonic() < deadline_s:
         time.sleep(0.001)

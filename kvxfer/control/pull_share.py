@@ -192,12 +192,13 @@ class SharedPool:
         if offer.lease_bytes != NUM_LEASES * 8:
             raise HandoffError(f"lease words: got {offer.lease_bytes} bytes, expected {NUM_LEASES * 8}")
         self._mappings = [_map_read_only(pool_fd, offer.pool_bytes), _map_read_only(lease_fd, offer.lease_bytes)]
+        self.num_bytes = offer.pool_bytes
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._mappings[0], dtype=np.uint8)
         self.words: npt.NDArray[np.uint64] = np.frombuffer(self._mappings[1], dtype=np.uint64)
 
     def is_leased(self, word: int, value: int) -> bool:
         """Whether the source still grants the lease."""
-        return int(self.words[word]) == value
+        return word < self.words.size and int(self.words[word]) == value
 
     def close(self) -> None:
         """Unmap; a copy under way keeps its mapping until it ends."""

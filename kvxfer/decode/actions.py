@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvxfer.addresses import BlockAddresses
 from kvxfer.control.messages import DecodeToPrefill, Source, TransferEvent
 from kvxfer.operations import CancelFlag, SegmentSource
 
@@ -16,6 +17,20 @@ class Scatter:
     slot: int
     source: SegmentSource
     segment: int
+    cancel: CancelFlag
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Copy a segment's rows straight out of the mapped pool of `peer` into the worker's pages, then look at the lease
+    (word, value): the rows count only while it holds. Ends in `DecodeCore.pull_ended`."""
+
+    operation: int
+    peer: str
+    source: SegmentSource
+    src_addresses: tuple[BlockAddresses, ...]
+    segment: int
+    lease: tuple[int, int]
     cancel: CancelFlag
 
 
@@ -41,4 +56,4 @@ class Notify:
     event: TransferEvent
 
 
-Action = Scatter | PairWith | SendToPeer | Notify
+Action = Scatter | Pull | PairWith | SendToPeer | Notify

@@ -7,8 +7,9 @@ beside it abort, deadline and lost peers. What becomes of a transfer lies in `de
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
-from kvxfer.addresses import resolve
+from kvxfer.addresses import BlockAddresses
 from kvxfer.control.messages import (
     Chunk,
     Finished,
@@ -16,22 +17,31 @@ from kvxfer.control.messages import (
     LegStatus,
     Open,
     PrefillToDecode,
+    PullChunk,
+    Pulled,
     Quiesced,
     QuiescedAck,
     Segment,
     Want,
 )
-from kvxfer.decode.actions import Action, PairWith, Scatter, SendToPeer
+from kvxfer.decode.actions import Action, PairWith, Pull, Scatter, SendToPeer
+from kvxfer.decode.chunks import lost_notices, plan_received, segment_problem, source_addresses
 from kvxfer.decode.lifecycle import Lifecycle
-from kvxfer.decode.receive import NO_PAGES, Receive, ReceivedChunk, ReceiveLeg, SourceInfo, accept_open
+from kvxfer.decode.receive import Receive, ReceiveLeg, SourceInfo, accept_open
 from kvxfer.errors import LayoutError, RefusedError
 from kvxfer.layout import PoolLayout
-from kvxfer.operations import SegmentSource
 from kvxfer.slots import SlotState, SlotTable
 from kvxfer.transfer import Reason
-from kvxfer.wire import plan_chunk
 
-MAX_CHUNKS = 1 << 16
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Rows on their way into pages, out of a landing slot or, where `slot` is None, out of the source's pool."""
+
+    receive: Receive
+    leg: ReceiveLeg
+    chunk: int
+    slot: int | None
 
 
 class DecodeCore:
@@ -44,7 +54,7 @@ class DecodeCore:
         self.layout: PoolLayout | None = None
         self.refused: Counter[str] = Counter()
         """Messages that were dropped, by what was wrong with them."""
-        self._scatters: dict[int, tuple[Receive, int]] = {}  # operation: transfer, slot
+        self._moves: dict[int, _Move] = {}  # by operation
         self._num_operations = 0
         self._num_opened = 0
 
@@ -56,7 +66,7 @@ class DecodeCore:
     @property
     def num_touching_pool(self) -> int:
         """Operations that may write the worker's pool."""
-        return len(self._scatters)
+        return len(self._moves)
 
     def take_actions(self) -> list[Action]:
         """What to do now, in order."""
@@ -72,11 +82,6 @@ class DecodeCore:
     def may_renew_slots(self) -> bool:
         """Whether the agent should move its landing slots to other memory now: no credit for them is out."""
         return self._life.lender.may_be_renewed
-
-    def slots_renewed(self) -> None:
-        """The slots lie in other memory, which no late write knows of: quarantine is over."""
-        self._life.lender.slots.release_quarantine()
-        self._life.lender.lend()
 
     # ---- the worker ----
 
@@ -127,8 +132,11 @@ class DecodeCore:
             legs = [leg for leg in receive.legs if leg.source.incarnation == info.incarnation and leg.info is None]
             for leg in legs:
                 leg.info = info
-            if legs and self.layout is not None:
+            if legs and receive.is_open and self.layout is not None:
                 self._life.grant(receive, self.layout, self.floor(), now)
+            elif not receive.is_open:
+                for leg in legs:
+                    self._life.abort(receive, leg, now)
 
     def peer_gone(self, incarnation: str, reason: Reason, detail: str, now: float) -> None:
         """A prefill agent is lost, refused to pair, or could not be reached."""
@@ -144,7 +152,7 @@ class DecodeCore:
     def receive(self, incarnation: str, message: PrefillToDecode, now: float) -> None:
         """A message about a leg, from a paired prefill agent."""
         match message:
-            case Chunk() | Want() | Segment() | Finished() | LegFailed() | Quiesced() | LegStatus():
+            case Chunk() | PullChunk() | Want() | Segment() | Finished() | LegFailed() | Quiesced() | LegStatus():
                 leg = self._leg(incarnation, message.transfer, message.generation)
             case _:
                 self.refused["unexpected"] += 1
@@ -166,7 +174,7 @@ class DecodeCore:
 
     def _dispatch(self, receive: Receive, leg: ReceiveLeg, message: PrefillToDecode, now: float) -> None:
         match message:
-            case Chunk():
+            case Chunk() | PullChunk():
                 self._chunk(receive, leg, message, now)
             case Want():
                 if receive.is_open:
@@ -193,31 +201,21 @@ class DecodeCore:
             self._life.close(leg, frozenset(leg.credits))
             self._life.fail(receive, Reason.STALE, "prefill agent: does not know the leg", now)
             return
-        for chunk, segment, slot, num_bytes in message.segments:
-            self._segment(
-                receive,
-                leg,
-                Segment(
-                    transfer=leg.transfer,
-                    generation=leg.generation,
-                    chunk=chunk,
-                    segment=segment,
-                    slot=slot,
-                    num_bytes=num_bytes,
-                ),
-                now,
-            )
+        for notice in lost_notices(message):
+            self._segment(receive, leg, notice, now)
         if message.finished is not None and leg.finished is None:
             leg.finished = message.finished
             self._life.advance(receive, now)
 
-    def _chunk(self, receive: Receive, leg: ReceiveLeg, message: Chunk, now: float) -> None:
-        """Plan the chunk as the source did; whatever differs ends the transfer."""
+    def _chunk(self, receive: Receive, leg: ReceiveLeg, message: Chunk | PullChunk, now: float) -> None:
+        """Plan the chunk as the source did; whatever differs ends the transfer. One to be pulled is pulled at once."""
         if not receive.is_open or message.chunk in leg.chunks:
             return
+        assert self.layout is not None
         began_s = self._life.clock()
         try:
-            chunk = self._plan_chunk(receive, leg, message)
+            chunk = plan_received(self.layout, receive, leg, message)
+            src_addresses = source_addresses(leg, message, chunk) if isinstance(message, PullChunk) else ()
         except LayoutError as error:
             self._life.fail(receive, Reason.MISMATCH, str(error), now)
             return
@@ -226,27 +224,27 @@ class DecodeCore:
         leg.num_rows += chunk.source.plan.num_rows
         leg.num_bytes += chunk.source.plan.num_bytes
         leg.num_segments += chunk.source.plan.num_segments
+        if isinstance(message, PullChunk):
+            self._pull(receive, leg, message, src_addresses)
         self._life.advance(receive, now)
 
-    def _plan_chunk(self, receive: Receive, leg: ReceiveLeg, message: Chunk) -> ReceivedChunk:
-        """The chunk in this side's addresses. Raises `LayoutError` where it is not what the source announced."""
-        assert leg.info is not None
-        assert self.layout is not None
-        groups = leg.info.route.groups
-        if len(message.ranges) != len(groups) or len(leg.chunks) >= MAX_CHUNKS:
-            raise LayoutError(f"chunk {message.chunk}: got ranges of {len(message.ranges)} groups, not {len(groups)}")
-        layers = message.layers
-        layers_of = [group.layers if layers is None else group.layers.intersect(layers) for group in groups]
-        leg.coverage.add(zip(range(len(groups)), layers_of, message.ranges, strict=True))
-        plan = plan_chunk(leg.info.route, message.ranges, leg.wanted, leg.have, layers, leg.info.segment_bytes)
-        tables = tuple(receive.tables.get(group.name, NO_PAGES) for group in groups)
-        addresses = resolve(plan, leg.info.route, "dst", self.layout, tables)
-        if (plan.num_segments, plan.num_bytes) != (message.num_segments, message.num_bytes):
-            raise LayoutError(
-                f"chunk {message.chunk}: got {message.num_segments} segments of {message.num_bytes} bytes, "
-                f"expected {plan.num_segments} of {plan.num_bytes}"
+    def _pull(
+        self, receive: Receive, leg: ReceiveLeg, message: PullChunk, src_addresses: tuple[BlockAddresses, ...]
+    ) -> None:
+        chunk = leg.chunks[message.chunk]
+        num_segments = chunk.source.plan.num_segments
+        chunk.has_come = bytearray(b"\1" * num_segments)
+        chunk.num_missing = 0
+        chunk.num_pulling = num_segments
+        lease = (message.lease_word, message.lease_value)
+        for segment in range(num_segments):
+            self._num_operations += 1
+            receive.num_scattering += 1
+            self._moves[self._num_operations] = _Move(receive, leg, message.chunk, None)
+            peer = leg.source.incarnation
+            self._outbox.append(
+                Pull(self._num_operations, peer, chunk.source, src_addresses, segment, lease, receive.cancel)
             )
-        return ReceivedChunk(SegmentSource(plan, addresses), bytearray(plan.num_segments), plan.num_segments)
 
     def _segment(self, receive: Receive, leg: ReceiveLeg, message: Segment, now: float) -> None:
         """A landing slot was filled. A repeated notice changes nothing; a false one ends the transfer."""
@@ -258,7 +256,7 @@ class DecodeCore:
         if not receive.is_open:
             self._life.lender.drop_segment(leg, message.slot)
             return
-        problem = _segment_problem(chunk, message)
+        problem = segment_problem(chunk, message)
         if problem is not None or chunk is None:
             self._life.fail(receive, Reason.MISMATCH, problem or "", now)
             return
@@ -267,20 +265,35 @@ class DecodeCore:
         self._life.lender.begin_scatter(leg, message.slot)
         self._num_operations += 1
         receive.num_scattering += 1
-        self._scatters[self._num_operations] = (receive, message.slot)
+        self._moves[self._num_operations] = _Move(receive, leg, message.chunk, message.slot)
         self._outbox.append(Scatter(self._num_operations, message.slot, chunk.source, message.segment, receive.cancel))
 
     # ---- ends of operations, time ----
 
     def scatter_ended(self, operation: int, now: float, busy_s: float, error: str | None) -> None:
-        """A scatter has ended after `busy_s` of work, was skipped because its flag was set, or failed with `error`."""
-        receive, slot = self._scatters.pop(operation)
+        """A scatter or a pull has ended after `busy_s` of work, was skipped because its flag was set, or failed with
+        `error`."""
+        move = self._moves.pop(operation)
+        receive = move.receive
         receive.num_scattering -= 1
         receive.scatter_s += busy_s
         if error is not None:
-            self._life.fail(receive, Reason.SCATTER_FAILED, error, now)
+            reason = Reason.PULL_FAILED if move.slot is None else Reason.SCATTER_FAILED
+            self._life.fail(receive, reason, error, now)
+        elif move.slot is None:
+            self._pulled(move)
         self._life.advance(receive, now)
-        self._life.lender.end_scatter(slot)
+        if move.slot is not None:
+            self._life.lender.end_scatter(move.slot)
+
+    def _pulled(self, move: _Move) -> None:
+        """One segment more was pulled; with its chunk's last one the source is told that its pages are read no more."""
+        leg = move.leg
+        chunk = leg.chunks[move.chunk]
+        chunk.num_pulling -= 1
+        if chunk.num_pulling == 0 and move.receive.is_open:
+            pulled = Pulled(transfer=leg.transfer, generation=leg.generation, chunk=move.chunk)
+            self._outbox.append(SendToPeer(leg.source.incarnation, pulled))
 
     def rotated(self) -> None:
         """The engine object was replaced: nothing can write a quarantined slot any more. No credit may be out then:
@@ -296,15 +309,3 @@ class DecodeCore:
             if receive.is_open and now >= receive.deadline and not receive.has_come:
                 self._life.fail(receive, Reason.DEADLINE, "the deadline of the decode side has passed", now)
             self._life.remind(receive, now)
-
-
-def _segment_problem(chunk: ReceivedChunk | None, message: Segment) -> str | None:
-    if chunk is None or message.segment >= len(chunk.has_come):
-        return f"segment {message.segment} of chunk {message.chunk}: was not announced"
-    first_byte, end_byte = chunk.source.plan.segment_range(message.segment)
-    if message.num_bytes != end_byte - first_byte:
-        return (
-            f"segment {message.segment} of chunk {message.chunk}: got {message.num_bytes} bytes, "
-            f"expected {end_byte - first_byte}"
-        )
-    return None

@@ -60,6 +60,7 @@ class Lifecycle:
                 have=leg.have,
                 remaining_s=max(0.0, receive.deadline - now),
                 floor=floor,
+                can_pull=leg.info is not None and leg.info.layout is not None,
             )
             self._outbox.append(SendToPeer(leg.source.incarnation, grant))
 
@@ -94,12 +95,8 @@ class Lifecycle:
         receive.cancel.is_set = True
         for leg in receive.legs:
             self.lender.drop_wants(leg)
-            if leg.is_closed:
-                continue
-            if leg.is_granted:
-                self._abort(leg, reason, now)
-            else:
-                self.close(leg, frozenset())
+            if not leg.is_closed and leg.info is not None:
+                self.abort(receive, leg, now)
         self.settle(receive, now)
 
     def settle(self, receive: Receive, now: float) -> None:
@@ -118,22 +115,24 @@ class Lifecycle:
         leg.is_closed = True
         self.lender.close(leg, unknown_slots)
 
+    def abort(self, receive: Receive, leg: ReceiveLeg, now: float) -> None:
+        """Tell the source of an ended transfer, also one without a grant: its worker need not wait for a deadline."""
+        leg.asked_at = now
+        reason = receive.reason or Reason.ABORTED_BY_PEER
+        message = AbortLeg(transfer=leg.transfer, generation=leg.generation, reason=reason)
+        self._outbox.append(SendToPeer(leg.source.incarnation, message))
+
     def remind(self, receive: Receive, now: float) -> None:
         """Ask silent legs how far they are; repeat aborts that were not answered."""
         for leg in receive.legs:
-            if leg.is_closed or not leg.is_granted or now < leg.asked_at + REMIND_S:
+            if leg.is_closed or leg.info is None or now < leg.asked_at + REMIND_S:
                 continue
-            if receive.is_open:
+            if not receive.is_open:
+                self.abort(receive, leg, now)
+            elif leg.is_granted:
                 leg.asked_at = now
                 query = Query(transfer=leg.transfer, generation=leg.generation)
                 self._outbox.append(SendToPeer(leg.source.incarnation, query))
-            else:
-                self._abort(leg, receive.reason or Reason.ABORTED_BY_PEER, now)
-
-    def _abort(self, leg: ReceiveLeg, reason: Reason, now: float) -> None:
-        leg.asked_at = now
-        message = AbortLeg(transfer=leg.transfer, generation=leg.generation, reason=reason)
-        self._outbox.append(SendToPeer(leg.source.incarnation, message))
 
     def _notify(self, receive: Receive, kind: EventKind, now: float) -> None:
         if receive.is_orphan:

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvxfer.control.channel import REMOTE, Connection
+from kvxfer.control.channel import REMOTE
 from kvxfer.control.codec import encode
 from kvxfer.control.messages import DecodeToPrefill, Hello, NewRegion, Source, Welcome
+from kvxfer.control.peer_channel import Connection
+from kvxfer.control.pull_share import PullConnection, SharedPool
 from kvxfer.decode.receive import SourceInfo
 from kvxfer.errors import PairingError, RefusedError
+from kvxfer.layout import PoolLayout
 from kvxfer.routes import match_layouts
 from kvxfer.transfer import Reason
 
@@ -29,6 +32,11 @@ class PrefillPeer:
     hello_at: float | None = None  # when to say hello (again)
     pinged_at: float = 0.0
     is_paired: bool = False
+    info: SourceInfo | None = None  # what was agreed on, while the core is not told yet
+    pull: PullConnection | None = None  # asks for the source's pool
+    layout: PoolLayout | None = None  # of the source's pool
+    pull_began_at: float = 0.0
+    shared: SharedPool | None = None  # the source's pool, where it is mapped here
 
     def send(self, message: DecodeToPrefill) -> bool:
         """False where the peer does not take it: it is as good as lost."""
@@ -47,6 +55,20 @@ class PrefillPeer:
         )
         # One that has not agreed yet may have read the old hello: it gets the new one as a fresh start.
         self.send(message if self.is_paired else self.hello)
+
+    def begin_pull(self, welcome: Welcome, now: float) -> None:
+        """Ask for the source's pool. Raises `HandoffError` where it is not to be had on this host."""
+        self.pull = PullConnection(welcome.pull_path, welcome.incarnation, welcome.pool)
+        self.layout = welcome.layout
+        self.pull_began_at = now
+
+    def close(self) -> None:
+        """Hang up; a pull under way keeps its mapping until it has ended."""
+        self.connection.close()
+        if self.pull is not None:
+            self.pull.close()
+        if self.shared is not None:
+            self.shared.close()
 
     def welcomed(self, welcome: Welcome) -> SourceInfo:
         """The prefill agent agreed: check that it is the one the ticket named and that this side agrees as well.

@@ -21,11 +21,12 @@ NO_PAGES = PageTable(TokenRange(0, 0), np.empty(0, dtype=np.int64))
 
 @dataclass(frozen=True, slots=True)
 class SourceInfo:
-    """A paired prefill agent."""
+    """A paired prefill agent. `layout` is that of its pool where it is mapped here, so that rows can be pulled."""
 
     incarnation: str
     route: Route
     segment_bytes: int
+    layout: PoolLayout | None = None
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class ReceivedChunk:
     source: SegmentSource
     has_come: bytearray
     num_missing: int
+    num_pulling: int = 0  # segments whose pull has not ended
 
     def holds(self, segment: int) -> bool:
         """Whether `segment` is one of the chunk's and was taken over."""

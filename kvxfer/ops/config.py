@@ -23,7 +23,7 @@ MAX_SOCKET_NAME_BYTES = len("control.sock")
 """The longest file name that an agent makes in its `socket_dir`."""
 
 TransportName = Literal["nixl", "mooncake", "loopback"]
-TransferMode = Literal["packed", "raw", "serial"]
+TransferMode = Literal["auto", "packed", "raw", "p2p", "serial"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 OptionValue = str | int | float | bool
 
@@ -51,6 +51,16 @@ class TransportConfig(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, OptionValue] = {}
 
 
+class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys of one agent, see docs/security.md. `key_file` has its secret key (`kvxfer keygen`); empty: a fresh one for
+    each run. `allowed_keys_file` lists the public keys of the agents that it talks to; empty: all, where a prefill
+    agent listens on a loopback address.
+    """
+
+    key_file: str = ""
+    allowed_keys_file: str = ""
+
+
 class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One prefill agent.
 
@@ -63,6 +73,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
     listen_host: _Filled = "127.0.0.1"
     listen_port: _Port = 0
     advertise_host: str = ""
+    security: SecurityConfig = SecurityConfig()
     transport: TransportConfig = TransportConfig()
     slots: SlotConfig = SlotConfig()
     mode: TransferMode = "packed"
@@ -82,6 +93,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     listen_host: _Filled = "127.0.0.1"
     dst_rank: Annotated[int, msgspec.Meta(ge=0, lt=4096)] = 0
     dst_world: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    security: SecurityConfig = SecurityConfig()
     transport: TransportConfig = TransportConfig()
     slots: SlotConfig = SlotConfig()
     credits_per_leg: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 4

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 
-from kvxfer.control.channel import PeerListener
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import (
     AbortTransfer,
@@ -20,6 +20,7 @@ from kvxfer.control.messages import (
     TicketMade,
     WorkerReply,
 )
+from kvxfer.control.peer_channel import PeerListener, load_credentials
 from kvxfer.errors import RefusedError, TransportError
 from kvxfer.layout import PoolLayout
 from kvxfer.ops.config import PrefillConfig
@@ -27,6 +28,7 @@ from kvxfer.prefill.actions import Gather, Notify, SendToPeer, Write
 from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.leg import Mode
 from kvxfer.prefill.links import PeerLinks
+from kvxfer.prefill.pull_server import PullServer
 from kvxfer.rows_host import gather_segment
 from kvxfer.sidecar import Sidecar
 from kvxfer.slots import SENDER_MOVES, SlotTable
@@ -45,9 +47,11 @@ class PrefillAgent:
         self._raw_region: RegionDescriptor | None = None
         self._rotate_at = 0.0
         self._mode = Mode(config.mode)
+        credentials = load_credentials(config.security.key_file, config.security.allowed_keys_file)
         listener = PeerListener(
             config.listen_host,
             config.listen_port,
+            credentials,
             allow_wildcard=bool(config.advertise_host),
             advertise_host=config.advertise_host or None,
         )
@@ -59,16 +63,19 @@ class PrefillAgent:
                 host=config.listen_host,
                 transport=config.transport,
                 slots=config.slots,
-                move=gather_segment,
                 num_threads=config.num_threads,
             )
         except BaseException:
             listener.close()
             raise
         self.endpoint = listener.endpoint
+        self.public_key = credentials.keys.public
         self.incarnation = self._sidecar.incarnation
-        self._core = PrefillCore(SlotTable(config.slots.num_slots, SENDER_MOVES), self._mode)
-        self._links = PeerLinks(listener, self._sidecar, self._core, config.peer_timeout_s)
+        self._pulls = PullServer(config.socket_dir, self._sidecar) if self._mode in (Mode.P2P, Mode.AUTO) else None
+        leases = self._pulls.leases if self._pulls is not None else None
+        self._core = PrefillCore(SlotTable(config.slots.num_slots, SENDER_MOVES), self._mode, leases)
+        pull_path = self._pulls.path if self._pulls is not None else ""
+        self._links = PeerLinks(listener, self._sidecar, self._core, config.peer_timeout_s, pull_path)
         self._sidecar.watch(self._sidecar.mover, self._poll_gathers)
         self._sidecar.watch(self._sidecar.transport, self._poll_writes)
 
@@ -86,6 +93,8 @@ class PrefillAgent:
 
     def close(self) -> None:
         """Give everything back."""
+        if self._pulls is not None:
+            self._pulls.close()
         self._sidecar.close()
         self._links.close()
 
@@ -95,11 +104,20 @@ class PrefillAgent:
         """A worker has handed over its pool; peers that were paired with another one must pair anew."""
         self._links.lose_all(Reason.PEER_LOST, now)
         self._core.attach_worker(layout)
-        if self._mode is Mode.RAW:
-            assert self._sidecar.pool is not None
-            memory = self._sidecar.pool.memory
-            self._raw_region = self._sidecar.transport.register(Region(memory.address, memory.num_bytes, memory.fd))
+        self._register_pool()
         return Attached(incarnation=self.incarnation, source=self._source())
+
+    def _register_pool(self) -> None:
+        """Let the engine read the pool itself: for mode raw, and for what packing cannot do."""
+        assert self._sidecar.pool is not None
+        memory = self._sidecar.pool.memory
+        try:
+            self._raw_region = self._sidecar.transport.register(Region(memory.address, memory.num_bytes, memory.fd))
+        except TransportError as error:
+            if self._mode is Mode.RAW:
+                raise
+            self._sidecar.log.warning("rows cannot be sent without packing, should that fail: %s", error)
+        self._core.may_send_raw = self._raw_region is not None
 
     def worker_lost(self, now: float) -> None:
         """The worker's end was seen."""
@@ -133,7 +151,7 @@ class PrefillAgent:
         return True
 
     def _source(self) -> Source:
-        return Source(endpoint=self.endpoint, incarnation=self.incarnation)
+        return Source(endpoint=self.endpoint, incarnation=self.incarnation, key=self.public_key)
 
     # ---- actions and their ends ----
 
@@ -165,13 +183,16 @@ class PrefillAgent:
                     case Notify():
                         self._sidecar.notify(action.event)
                     case Gather():
-                        slot = self._sidecar.slots.view(action.slot)
-                        pool = self._sidecar.pool_array()
-                        self._sidecar.mover.submit(
-                            action.operation, pool, action.source, action.segment, slot, action.cancel
-                        )
+                        self._gather(action)
                     case Write():
                         self._write(action, now)
+
+    def _gather(self, gather: Gather) -> None:
+        source = gather.source
+        slot = self._sidecar.slots.view(gather.slot)
+        pool = self._sidecar.pool_array()
+        move = partial(gather_segment, pool, source.plan, source.addresses, gather.segment, slot)
+        self._sidecar.mover.submit(gather.operation, gather.segment, gather.cancel, move)
 
     def _write(self, write: Write, now: float) -> None:
         """Post a write, unless its leg was stopped just now."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from kvxfer.control.channel import PeerListener
 from kvxfer.control.codec import encode
 from kvxfer.control.messages import (
     Goodbye,
@@ -21,6 +21,7 @@ from kvxfer.control.messages import (
     Refused,
     Welcome,
 )
+from kvxfer.control.peer_channel import PeerListener
 from kvxfer.errors import ProtocolError, RefusedError, TransportError
 from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.pairing import Paired, Prober, Unpaired, check_hello
@@ -33,8 +34,10 @@ _PINGS_PER_TIMEOUT = 4
 
 @dataclass(slots=True)
 class _Peer:
-    """A decode agent that has said hello."""
+    """A decode agent that has said hello, and the connection on which it did."""
 
+    sender: bytes
+    key: str  # public, proven
     hello: Hello
     heard_at: float
     pinged_at: float = 0.0
@@ -43,12 +46,17 @@ class _Peer:
 class PeerLinks:
     """All decode agents that this agent talks to. Owns the listener; `close()` ends it."""
 
-    def __init__(self, listener: PeerListener, sidecar: Sidecar, core: PrefillCore, peer_timeout_s: float) -> None:
+    def __init__(
+        self, listener: PeerListener, sidecar: Sidecar, core: PrefillCore, peer_timeout_s: float, pull_path: str
+    ) -> None:
+        """`pull_path` is where agents of this host get the pool, empty where it is not shared."""
         self._listener = listener
         self._sidecar = sidecar
         self._core = core
         self._peer_timeout_s = peer_timeout_s
-        self._peers: dict[str, _Peer] = {}
+        self._pull_path = pull_path
+        self._peers: dict[str, _Peer] = {}  # by incarnation
+        self._names: dict[bytes, str] = {}  # incarnation by connection
         slots = sidecar.slots
         probe_address = slots.memory.address + slots.probe_offset_bytes
         self._prober = Prober(sidecar.transport, probe_address, PROBE_BYTES, time.perf_counter)
@@ -66,31 +74,35 @@ class PeerLinks:
 
     def _receive(self, now: float) -> None:
         def handle(sender: bytes, message: Message, _request_id: int) -> None:
-            peer = sender.decode("ascii", "replace")
-            if peer in self._peers:
+            peer = self._names.get(sender)
+            if peer is not None:
                 self._peers[peer].heard_at = now
             match message:
                 case Hello():
-                    self._hello(peer, message, now)
-                case Goodbye():
-                    self.lose(peer, Reason.PEER_LOST, now)
-                case NewRegion() if peer in self._peers:
-                    self._renew_region(peer, message, now)
-                case _ if peer in self._peers:
-                    self._core.receive(peer, message, now)  # type: ignore[arg-type]
-                case _:
+                    self._hello(sender, message, now)
+                case _ if peer is None:
                     # It was paired with an earlier run at this address, or we have given it up.
                     self._listener.send(sender, encode(Goodbye(incarnation=self._sidecar.incarnation)))
+                case Goodbye():
+                    self.lose(peer, Reason.PEER_LOST, now)
+                case NewRegion():
+                    self._renew_region(peer, message, now)
+                case _:
+                    self._core.receive(peer, message, now)  # type: ignore[arg-type]
 
         self._sidecar.drain(self._listener, handle)
 
-    def _hello(self, peer: str, hello: Hello, now: float) -> None:
+    def _hello(self, sender: bytes, hello: Hello, now: float) -> None:
         sidecar = self._sidecar
-        if sidecar.pool is None or hello.incarnation != peer:
-            self._listener.send(peer.encode(), encode(NotReady()))
+        if sidecar.pool is None:
+            self._listener.send(sender, encode(NotReady()))
             return
-        self._forget(peer, Reason.PEER_LOST, now)
+        self._forget(self._names.get(sender, ""), Reason.PEER_LOST, now)
+        key = self._listener.key_of(sender)
+        known = self._peers.get(hello.incarnation)
         try:
+            if known is not None and known.key != key:
+                raise RefusedError("an agent with another key is paired as this one", Reason.PEER_REFUSED, "incarnation")
             info = check_hello(
                 hello,
                 incarnation=self._sidecar.incarnation,
@@ -99,11 +111,14 @@ class PeerLinks:
                 slot_bytes=sidecar.slots.slot_bytes,
             )
         except RefusedError as error:
-            sidecar.log.warning("refused decode agent %s: %s", peer, error)
+            # A pairing of the same agent on another connection stays: this one may follow an outdated ticket.
+            sidecar.log.warning("refused decode agent %s: %s", hello.incarnation, error)
             refusal = Refused(reason=error.reason, detail=error.detail[:2000], field=error.field)
-            self._listener.send(peer.encode(), encode(refusal))
+            self._listener.send(sender, encode(refusal))
             return
-        self._peers[peer] = _Peer(hello, now)
+        self._forget(hello.incarnation, Reason.PEER_LOST, now)
+        self._peers[hello.incarnation] = _Peer(sender, key, hello, now)
+        self._names[sender] = hello.incarnation
         unpaired = self._prober.begin(hello, info)
         if unpaired is not None:
             self._unpaired(unpaired, now)
@@ -125,8 +140,8 @@ class PeerLinks:
         pool = self._sidecar.pool
         if pool is None or peer not in self._peers:
             return
-        self._core.peer_paired(paired.info)
         figures = paired.figures
+        self._core.peer_paired(dataclasses.replace(paired.info, figures=figures))
         self._sidecar.log.info(
             "paired with decode agent %s: path %s, %.2f us a descriptor, %.2f GB/s",
             peer,
@@ -142,6 +157,7 @@ class PeerLinks:
                 layout=pool.layout,
                 segment_bytes=paired.info.segment_bytes,
                 figures=figures,
+                pull_path=self._pull_path,
             ),
         )
 
@@ -153,17 +169,21 @@ class PeerLinks:
     def lose(self, peer: str, reason: Reason, now: float) -> None:
         """Give a peer up, and tell it."""
         if peer in self._peers:
-            self._listener.send(peer.encode(), encode(Goodbye(incarnation=self._sidecar.incarnation)))
+            self._listener.send(self._peers[peer].sender, encode(Goodbye(incarnation=self._sidecar.incarnation)))
             self._forget(peer, reason, now)
 
     def _forget(self, peer: str, reason: Reason, now: float) -> None:
-        if self._peers.pop(peer, None) is not None:
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            del self._names[known.sender]
             self._core.peer_gone(peer, reason, now)
             self._sidecar.transport.drop_peer(peer)
 
     def send(self, peer: str, message: PrefillToDecode) -> None:
-        if peer in self._peers and not self._listener.send(peer.encode(), encode(message)):
-            self._peers[peer].heard_at = -np.inf  # its queue is full, or it is gone: the next tick gives it up
+        """To a peer, if it is one."""
+        known = self._peers.get(peer)
+        if known is not None and not self._listener.send(known.sender, encode(message)):
+            known.heard_at = -np.inf  # its queue is full, or it is gone: the next tick gives it up
 
     def lose_all(self, reason: Reason, now: float) -> None:
         """Give every peer up."""
@@ -176,7 +196,9 @@ class PeerLinks:
             self.send(peer, Goodbye(incarnation=self._sidecar.incarnation))
 
     def tick(self, now: float) -> None:
-        """Ping the peers; give up those that were silent for too long."""
+        """Ping the peers; give up those that were silent for too long; tell who did not get in."""
+        for news in self._listener.news():
+            self._sidecar.log.warning("%s", news)
         for name, peer in list(self._peers.items()):
             if now - peer.heard_at > self._peer_timeout_s:
                 self._sidecar.log.warning("decode agent %s was silent for %.1f s", name, now - peer.heard_at)

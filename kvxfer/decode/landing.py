@@ -1,0 +1,27 @@
+"""Rows straight out of a source's pool into the worker's pages, under a lease."""
+
+from __future__ import annotations
+
+from kvxfer.addresses import BlockAddresses
+from kvxfer.control.pull_share import SharedPool
+from kvxfer.errors import HandoffError
+from kvxfer.rows_host import ByteArray, copy_segment
+from kvxfer.segments import ChunkPlan
+
+
+def pull_segment(
+    shared: SharedPool,
+    src_addresses: tuple[BlockAddresses, ...],
+    dst_pool: ByteArray,
+    dst_addresses: tuple[BlockAddresses, ...],
+    plan: ChunkPlan,
+    segment_idx: int,
+    lease: tuple[int, int],
+) -> None:
+    """Copy one segment, then look at the lease (word, value).
+
+    Raises `HandoffError` where the source has revoked it: what was copied may be rows of another request then.
+    """
+    copy_segment(shared.array, src_addresses, dst_pool, dst_addresses, plan, segment_idx)
+    if not shared.is_leased(*lease):
+        raise HandoffError("the source has revoked the lease on its rows")

@@ -1,0 +1,215 @@
+"""Connections to prefill agents, from hello to goodbye: what the decode agent hears and says there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvxfer.control.messages import (
+    DecodeToPrefill,
+    Goodbye,
+    Hello,
+    Message,
+    NewRegion,
+    NotReady,
+    Ping,
+    Refused,
+    Source,
+    Welcome,
+)
+from kvxfer.control.peer_channel import Connection, Credentials
+from kvxfer.control.pull_share import SharedPool
+from kvxfer.decode.core import DecodeCore
+from kvxfer.decode.pairing import HELLO_AGAIN_S, PrefillPeer
+from kvxfer.errors import HandoffError, LayoutError, ProtocolError, RefusedError
+from kvxfer.layout import PoolLayout
+from kvxfer.ops.config import DecodeConfig
+from kvxfer.sidecar import PROBE_BYTES, Sidecar
+from kvxfer.transfer import Reason
+
+_PINGS_PER_TIMEOUT = 4
+PULL_TIMEOUT_S = 1.0
+
+
+class SourceLinks:
+    """All prefill agents that this agent talks to. `close()` hangs up on all of them."""
+
+    def __init__(self, config: DecodeConfig, credentials: Credentials, sidecar: Sidecar, core: DecodeCore) -> None:
+        self._config = config
+        self._credentials = credentials
+        self._sidecar = sidecar
+        self._core = core
+        self._peers: dict[str, PrefillPeer] = {}  # by incarnation
+
+    def shared_pool(self, incarnation: str) -> SharedPool | None:
+        """The pool of a prefill agent, where it is mapped here."""
+        peer = self._peers.get(incarnation)
+        return None if peer is None else peer.shared
+
+    def send(self, incarnation: str, message: DecodeToPrefill, now: float) -> None:
+        """To a prefill agent; one that does not take it is as good as lost."""
+        peer = self._peers.get(incarnation)
+        if peer is not None and not peer.send(message):
+            self.lose(incarnation, Reason.PEER_LOST, "does not take messages", now)
+
+    def renew_region(self) -> None:
+        """The landing slots have moved: tell every prefill agent, before any credit for them goes out."""
+        region = self._sidecar.region
+        metadata = self._sidecar.transport.metadata()
+        message = NewRegion(metadata=metadata, region_id=region.region_id, region_bytes=region.num_bytes)
+        for peer in self._peers.values():
+            peer.renew_region(message)
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            self._hang_up(peer)
+        self._peers.clear()
+
+    def tick(self, now: float) -> None:
+        """Say hello again, ping, look after pulls; give up those that were silent for too long."""
+        news = self._credentials.reload()
+        if news is not None:
+            self._sidecar.log.warning("%s", news)
+        timeout_s = self._config.peer_timeout_s
+        for incarnation, peer in list(self._peers.items()):
+            if not peer.is_paired:
+                peer.say_hello(now)
+                if now - peer.began_at > timeout_s:
+                    detail = f"did not pair within {timeout_s} s: is it running and reachable there?"
+                    self.lose(incarnation, Reason.PEER_UNREACHABLE, detail, now)
+            elif now - peer.heard_at > timeout_s:
+                self.lose(incarnation, Reason.PEER_LOST, f"was silent for {now - peer.heard_at:.1f} s", now)
+            else:
+                self._poll_pull(peer, now)
+                if now - peer.pinged_at > timeout_s / _PINGS_PER_TIMEOUT:
+                    peer.pinged_at = now
+                    peer.send(Ping(incarnation=self._sidecar.incarnation, floor=self._core.floor()))
+
+    def pair(self, source: Source, now: float) -> None:
+        """Connect to a prefill agent and say hello, unless that is under way."""
+        if source.incarnation in self._peers:
+            return
+        try:
+            connection = Connection(source.endpoint, self._sidecar.incarnation, self._credentials, source.key)
+        except ProtocolError as error:
+            self._core.peer_gone(source.incarnation, Reason.PEER_UNREACHABLE, str(error), now)
+            return
+        peer = PrefillPeer(source, connection, self._hello(source), now, now, hello_at=now)
+        self._peers[source.incarnation] = peer
+        self._sidecar.watch(connection, lambda at: self._receive(peer, at))
+        peer.say_hello(now)
+
+    def _hello(self, source: Source) -> Hello:
+        sidecar = self._sidecar
+        assert sidecar.pool is not None
+        return Hello(
+            incarnation=self._sidecar.incarnation,
+            expected_incarnation=source.incarnation,
+            pool=sidecar.pool.pool,
+            layout=sidecar.pool.layout,
+            dst_rank=self._config.dst_rank,
+            dst_world=self._config.dst_world,
+            transport=sidecar.transport.name,
+            metadata=sidecar.transport.metadata(),
+            region_id=sidecar.region.region_id,
+            region_bytes=sidecar.region.num_bytes,
+            slot_bytes=sidecar.slots.slot_bytes,
+            num_slots=sidecar.slots.num_slots,
+            probe_offset_bytes=sidecar.slots.probe_offset_bytes,
+            probe_bytes=PROBE_BYTES,
+        )
+
+    def _receive(self, peer: PrefillPeer, now: float) -> None:
+        def handle(_sender: bytes, message: Message, _request_id: int) -> None:
+            peer.heard_at = now
+            match message:
+                case Welcome() if not peer.is_paired:
+                    self._welcomed(peer, message, now)
+                case NotReady() if not peer.is_paired:
+                    peer.hello_at = now + HELLO_AGAIN_S
+                case Refused() if not peer.is_paired:
+                    detail = f"{message.field}: {message.detail}" if message.field else message.detail
+                    self.lose(peer.source.incarnation, message.reason or Reason.PEER_REFUSED, detail, now)
+                case Goodbye():
+                    if peer.is_paired:
+                        self.lose(peer.source.incarnation, Reason.PEER_LOST, "it said goodbye", now)
+                case Ping():
+                    return
+                case _ if peer.is_paired:
+                    self._core.receive(peer.source.incarnation, message, now)  # type: ignore[arg-type]
+
+        self._sidecar.drain(peer.connection, handle)
+        if peer.connection.refusal:
+            self.lose(peer.source.incarnation, Reason.PEER_REFUSED, peer.connection.refusal, now)
+
+    def _welcomed(self, peer: PrefillPeer, welcome: Welcome, now: float) -> None:
+        try:
+            info = peer.welcomed(welcome)
+        except RefusedError as error:
+            self.lose(peer.source.incarnation, error.reason or Reason.PEER_REFUSED, str(error), now)
+            return
+        peer.is_paired = True
+        figures = welcome.figures
+        self._sidecar.log.info(
+            "paired with prefill agent %s: path %s, %.2f us a descriptor, %.2f GB/s",
+            info.incarnation,
+            figures.path,
+            figures.descriptor_s * 1e6,
+            figures.bytes_per_s / 1e9,
+        )
+        peer.info = info
+        if not welcome.pull_path:
+            self._tell_core(peer, None, now)
+            return
+        try:
+            peer.begin_pull(welcome, now)
+        except HandoffError as error:
+            self._tell_core(peer, None, now)
+            self._sidecar.log.info("rows come over the wire: %s", error)
+            return
+        assert peer.pull is not None
+        self._sidecar.watch(peer.pull, lambda at: self._poll_pull(peer, at))
+
+    def _poll_pull(self, peer: PrefillPeer, now: float) -> None:
+        """The source answered the request for its pool, or took too long."""
+        layout = peer.layout
+        if peer.pull is None or layout is None:
+            return
+        try:
+            peer.shared = peer.pull.poll()
+            if peer.shared is not None:
+                layout.check_fits(peer.shared.num_bytes)
+            elif now - peer.pull_began_at < PULL_TIMEOUT_S:
+                return
+        except (HandoffError, LayoutError) as error:
+            self._sidecar.log.info("rows come over the wire: %s", error)
+        self._sidecar.unwatch(peer.pull)
+        peer.pull.close()
+        peer.pull = None
+        self._tell_core(peer, layout if peer.shared is not None else None, now)
+
+    def _tell_core(self, peer: PrefillPeer, layout: PoolLayout | None, now: float) -> None:
+        """Pairing is complete; with `layout`, rows can be pulled out of the source's pool."""
+        assert peer.info is not None
+        self._core.peer_paired(replace(peer.info, layout=layout), now)
+
+    def lose(self, incarnation: str, reason: Reason, detail: str, now: float) -> None:
+        """Give a prefill agent up, tell it, and end what it feeds."""
+        peer = self._peers.pop(incarnation, None)
+        if peer is None:
+            return
+        if peer.is_paired:
+            peer.send(Goodbye(incarnation=self._sidecar.incarnation))
+        self._hang_up(peer)
+        detail = f"prefill agent at {peer.source.endpoint}: {detail}"
+        self._sidecar.log.warning("%s", detail)
+        self._core.peer_gone(incarnation, reason, detail, now)
+
+    def _hang_up(self, peer: PrefillPeer) -> None:
+        self._sidecar.unwatch(peer.connection)
+        if peer.pull is not None:
+            self._sidecar.unwatch(peer.pull)
+        peer.close()
+
+    def lose_all(self, reason: Reason, detail: str, now: float) -> None:
+        for incarnation in list(self._peers):
+            self.lose(incarnation, reason, detail, now)
