@@ -1,0 +1,115 @@
+"""What README and docs say is so: the example runs, every command and every key is there."""
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+
+from kvxfer.cli.main import app
+from kvxfer.decode.agent import DecodeAgent
+from kvxfer.ops.config import DecodeConfig, PrefillConfig, SlotConfig, TransportConfig
+from kvxfer.prefill.agent import PrefillAgent
+from kvxfer.transfer import EventKind
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Iterator[str]:
+    """One prefill agent and two decode agents below this directory."""
+    slots = SlotConfig(num_slots=2, slot_bytes=1 << 18)
+    transport = TransportConfig(name="loopback")
+    agents: list[PrefillAgent | DecodeAgent] = [
+        PrefillAgent(PrefillConfig(socket_dir=f"{tmp_path}/prefill", slots=slots, transport=transport))
+    ]
+    for rank in range(2):
+        config = DecodeConfig(
+            socket_dir=f"{tmp_path}/decode-{rank}", dst_rank=rank, dst_world=2, slots=slots, transport=transport
+        )
+        agents.append(DecodeAgent(config))
+    threads = [threading.Thread(target=agent.run) for agent in agents]
+    for thread in threads:
+        thread.start()
+    yield str(tmp_path)
+    for agent in agents:
+        agent.stop()
+    for thread in threads:
+        thread.join()
+    for agent in agents:
+        agent.close()
+
+
+def _namespace(**names: object) -> dict[str, Any]:
+    """What a block of the README runs in; what it prints is kept in `shown`."""
+    shown: list[tuple[object, ...]] = []
+    return {"shown": shown, "print": lambda *values: shown.append(values), **names}
+
+
+def test_example(sockets: str) -> None:
+    layout, prefill, decode = (
+        block.replace("/run/kvxfer", sockets) for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    )
+    hand_over, between, rest = prefill.partition("ticket = client.ticket()")
+    submit, before_wait, wait = (between + rest).partition("print(")
+    source = _namespace()
+    exec(layout + hand_over, source)
+    for layer, token, value in ((0, 0, 1), (1, 501, 2), (3, 999, 3)):
+        row = layer * 40 * 64 + token  # its pages are in order
+        source["pool"].array[row * 1152 : (row + 1) * 1152] = value
+    exec(submit, source)
+    ranks = [_namespace(rank=rank, ticket_text=source["ticket_text"]) for rank in range(2)]
+    threads = [threading.Thread(target=exec, args=(layout + decode, rank)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    exec(before_wait + wait, source)
+    for thread in threads:
+        thread.join()
+    assert source["shown"] == [(EventKind.SENT,)]
+    assert [rank["shown"] for rank in ranks] == [[(EventKind.LANDED, (b"first token: 42",))]] * 2
+    for rank, layer, page, row, value in ((0, 0, 7, 0, 1), (1, 1, 5, 250 - 3 * 64, 2), (1, 3, 19, 499 - 7 * 64, 3)):
+        start = ((layer * 20 + page) * 64 + row) * 1152
+        assert (ranks[rank]["pool"].array[start : start + 1152] == value).all(), (rank, layer, page)
+    for namespace in (source, *ranks):
+        namespace["client"].close()
+        namespace["pool"].close()
+
+
+def _commands() -> dict[str, set[str]]:
+    """Options of each command, by its full name."""
+    group: Any = typer.main.get_command(app)
+    found: dict[str, set[str]] = {}
+    for name, command in group.commands.items():
+        below = {f"{name} {each}": sub for each, sub in getattr(command, "commands", {}).items()} or {name: command}
+        for full_name, sub in below.items():
+            found[full_name] = {option for parameter in sub.params for option in parameter.opts} - {"--help"}
+    return found
+
+
+def test_every_command_and_option_is_in_the_table() -> None:
+    rows = {
+        row[0]: row[1]
+        for row in re.findall(r"^\| `kvxfer ([a-z ]+?)(?: --config FILE)?` (\|.*)$", README, re.MULTILINE)
+    }
+    commands = _commands()
+    assert rows.keys() == commands.keys()
+    for name, options in commands.items():
+        assert {option for option in options if option not in rows[name]} - {"--config"} == set(), name
+
+
+@pytest.mark.parametrize("config", [PrefillConfig, DecodeConfig, SlotConfig, TransportConfig])
+def test_every_key_is_documented(config: type[msgspec.Struct]) -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    for field in msgspec.structs.fields(config):
+        if field.name in {"transport", "slots", "options"}:
+            assert f"[{field.name}]" in text or f".{field.name}]" in text
+        elif isinstance(field.default, str | int | float) and field.default != "":
+            default = msgspec.json.encode(field.default).decode()
+            assert f"| `{field.name}` | `{default}` |" in text
+        else:
+            assert f"| `{field.name}` | " in text
