@@ -39,6 +39,13 @@ def is_wildcard(address: str) -> bool:
     return parsed.is_unspecified or (mapped is not None and mapped.is_unspecified)
 
 
+def is_loopback(address: str) -> bool:
+    """Whether a numeric address can be reached from this host alone (`127.0.0.1`, `::1`, `::ffff:127.0.0.1`)."""
+    parsed = ipaddress.ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
 def format_endpoint(address: str, port: int) -> str:
     """`tcp://10.0.0.5:4711` or `tcp://[::1]:4711`."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"

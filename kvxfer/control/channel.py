@@ -1,8 +1,10 @@
-"""Channels between processes, for a loop on one thread. The only file that knows ZMQ.
+"""Channels between processes, for a loop on one thread.
 
-`WorkerListener` and `WorkerConnection` join a worker and its agent over a unix socket, `PeerListener` and `Connection`
-two agents over TCP. Nothing here ever waits for a peer: `receive()` and `send()` return at once, every queue is
-bounded, and only `Selector.wait()` sleeps.
+`WorkerListener` and `WorkerConnection` join a worker and its agent over a unix socket; `kvxfer.control.peer_channel`
+has those that join two agents over TCP. Only these two files and `kvxfer.control.doorkeeper` know ZMQ.
+
+Nothing here ever waits for a peer: `receive()` and `send()` return at once, every queue is bounded, and only
+`Selector.wait()` sleeps.
 
 A channel belongs to one thread. Messages between one pair arrive in order; a lost connection may lose the newest ones.
 """
@@ -11,34 +13,33 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import threading
+import weakref
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Protocol, Self
 
 import zmq
 
-from kvxfer.control.address import bind_error, check_endpoint, format_endpoint, is_wildcard, resolve
 from kvxfer.control.codec import MAX_FRAME_BYTES
+from kvxfer.control.doorkeeper import ConnectionWatch
 from kvxfer.control.socket_dir import CONTROL_SOCKET, SocketClaim, group_only_umask, socket_path
 from kvxfer.errors import ConfigError, ControlError, ProtocolError
 
-MAX_PEER_FRAME_BYTES = 8 << 20
-"""Frames between agents are smaller than a worker's: no page list ever leaves its side."""
 REMOTE = b""
 """Name of the one peer at the other end of a `Connection` or a `WorkerConnection`."""
 _QUEUE_MESSAGES = 8192
 _LINGER_MS = 250
-_HANDSHAKE_MS = 5000
-_RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
+HANDSHAKE_MS = 5000
+_MAX_SOCKETS = 8192
 _MAX_DROPS_PER_CALL = 64
 
 
-class _SharedContext:
-    """One ZMQ context a process, alive while any channel is open: its threads and descriptors go with the last."""
+class Context:
+    """One ZMQ context, alive while any of its sockets is open: its threads and descriptors go with the last."""
 
     def __init__(self) -> None:
+        _contexts.add(self)
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._num_users = 0
@@ -47,7 +48,9 @@ class _SharedContext:
         """A new socket; `close_socket` it. Raises `ControlError` where the process has no descriptor left."""
         with self._lock:
             try:
-                self._context = self._context or zmq.Context()
+                if self._context is None:
+                    self._context = zmq.Context()
+                    self._context.max_sockets = _MAX_SOCKETS
                 opened = self._context.socket(kind)
             except zmq.ZMQError as error:
                 raise ControlError(f"cannot open a channel: {error.strerror}") from error
@@ -70,33 +73,52 @@ class _SharedContext:
         self._num_users = 0
 
 
-_shared = _SharedContext()
-os.register_at_fork(after_in_child=_shared.after_fork)
+_contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+_shared = Context()
+
+
+def _after_fork() -> None:
+    for context in list(_contexts):
+        context.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Channel:
-    """One socket. `dropped` counts messages without exactly one frame, or from a sender without a proper name."""
+    """One socket. `dropped` counts messages without exactly one frame, or from a sender that may not speak."""
 
-    _sender_name: re.Pattern[bytes] | None = None
-
-    def __init__(self, kind: int, max_frame_bytes: int) -> None:
+    def __init__(self, kind: int, max_frame_bytes: int, context: Context | None = None) -> None:
+        """Open a socket in `context`, or in the one that all channels without their own share."""
         self.dropped = 0
         self._pid = os.getpid()
         self._max_frame_bytes = max_frame_bytes
         self._num_envelope_frames = 1 if kind == zmq.ROUTER else 0
         self._closed = False
-        self._socket = _shared.open_socket(kind)
+        self._context = context or _shared
+        self._watch: ConnectionWatch | None = None
+        self._helpers: list[zmq.Socket[bytes]] = []
+        self._socket = self._context.open_socket(kind)
         self._set_options()
 
     def _set_options(self) -> None:
-        """What every socket is given before it binds or connects; keys and authentication belong here too."""
+        """What every socket is given before it binds or connects."""
         self._socket.linger = _LINGER_MS
         self._socket.sndhwm = self._socket.rcvhwm = _QUEUE_MESSAGES
         self._socket.maxmsgsize = self._max_frame_bytes
-        self._socket.handshake_ivl = _HANDSHAKE_MS
+        self._socket.handshake_ivl = HANDSHAKE_MS
         if self._num_envelope_frames:
             # Without this a message for a peer that is gone would vanish in silence.
             self._socket.router_mandatory = 1
+
+    def _open_helper(self, kind: int) -> zmq.Socket[bytes]:
+        """Another socket for `receive()` to look at; it is closed with the channel."""
+        self._helpers.append(self._context.open_socket(kind))
+        return self._helpers[-1]
+
+    def _watch_connections(self) -> ConnectionWatch:
+        self._watch = ConnectionWatch(self._socket, self._open_helper(zmq.PAIR))
+        return self._watch
 
     def receive(self) -> tuple[bytes, bytes] | None:
         """The next (sender, frame), or None where there is none now or the channel is closed. Never blocks."""
@@ -104,10 +126,10 @@ class Channel:
             return None
         for _ in range(_MAX_DROPS_PER_CALL):
             try:
-                parts = [self._socket.recv(zmq.DONTWAIT)]
+                parts = [self._receive_part()]
                 num_parts = 1
                 while self._socket.rcvmore:
-                    part = self._socket.recv(zmq.DONTWAIT)
+                    part = self._receive_part()
                     num_parts += 1
                     if len(parts) <= self._num_envelope_frames:  # a peer may send many thousand
                         parts.append(part)
@@ -118,8 +140,12 @@ class Channel:
             self.dropped += 1
         return None
 
-    def _is_sender(self, name: bytes) -> bool:
-        return self._sender_name is None or self._sender_name.fullmatch(name) is not None
+    def _receive_part(self) -> bytes:
+        return self._socket.recv(zmq.DONTWAIT)
+
+    def _is_sender(self, _name: bytes) -> bool:
+        """Whether the message just read may come from the one who is called so."""
+        return True
 
     def send(self, to: bytes, frame: bytes) -> bool:
         """Queue `frame` for `to`: a sender that `receive()` named, or `REMOTE`. Never blocks.
@@ -138,9 +164,13 @@ class Channel:
             return False
         return True
 
+    def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
+        """All that `receive()` looks at, for `Selector`."""
+        return (self._socket, *self._helpers)
+
     def readable(self) -> bool:
         """Whether `receive()` has something to look at."""
-        return bool(self._socket.poll(0, zmq.POLLIN))
+        return any(each.poll(0, zmq.POLLIN) for each in self.sockets())
 
     def fileno(self) -> int:
         """A descriptor that turns readable at an *edge*: after it woke, and after every send, drain until
@@ -151,7 +181,10 @@ class Channel:
         """Close the socket; what was sent last leaves within the linger time. Calling it again does nothing."""
         if not self._closed and self._pid == os.getpid():
             self._closed = True
-            _shared.close_socket(self._socket)
+            if self._watch is not None:
+                self._watch.stop()
+            for each in (*self._helpers, self._socket):
+                self._context.close_socket(each)
 
     def __enter__(self) -> Self:
         return self
@@ -168,6 +201,9 @@ class WorkerListener(Channel):
     def __init__(self, socket_dir: str | os.PathLike[str]) -> None:
         """Claim the directory and listen. Raises `ConfigError` where another agent has it or it cannot be used."""
         super().__init__(zmq.ROUTER, MAX_FRAME_BYTES)
+        # Workers hand their pool over as the agent's own user, or root: nobody else has anything to say here.
+        for uid in {os.geteuid(), 0}:
+            self._socket.setsockopt(zmq.IPC_FILTER_UID, uid)
         try:
             self._claim = SocketClaim(socket_dir, CONTROL_SOCKET, "lock")
         except BaseException:
@@ -197,69 +233,6 @@ class WorkerConnection(Channel):
         self._socket.connect(f"ipc://{path}")
 
 
-class PeerListener(Channel):
-    """Prefill agent's side of the channel between agents. `endpoint` is what peers are told to connect to.
-
-    Senders are named by their incarnations. Anything that does not introduce itself so is dropped: ZMQ takes plain
-    text, such as an HTTP request, for the oldest version of its own protocol.
-    """
-
-    _sender_name = re.compile(rb"[0-9a-f]{32}")
-
-    def __init__(
-        self, host: str, port: int, *, allow_wildcard: bool = False, advertise_host: str | None = None
-    ) -> None:
-        """Listen on one named address. Port 0 takes a free one.
-
-        A wildcard address needs `allow_wildcard` and an `advertise_host` that peers can reach. Raises `ConfigError`.
-        """
-        address = resolve(host, "host")
-        if not 0 <= port <= 65535:
-            raise ConfigError(f"port: got {port}, expected 0 to 65535")
-        if is_wildcard(address) and not (allow_wildcard and advertise_host):
-            raise ConfigError(
-                f"host: got {host!r}, expected one named address: a wildcard listens on every network; "
-                "where that is meant, set allow_wildcard and advertise_host"
-            )
-        advertised = resolve(advertise_host, "advertise_host") if advertise_host else address
-        if is_wildcard(advertised):
-            raise ConfigError(f"advertise_host: got {advertise_host!r}, expected an address that peers can reach")
-        super().__init__(zmq.ROUTER, MAX_PEER_FRAME_BYTES)
-        # A peer that lost its connection comes back under the same name; the old one may not have ended yet.
-        self._socket.router_handover = 1
-        self._socket.ipv6 = ":" in address
-        try:
-            self._socket.bind(format_endpoint(address, port))
-        except zmq.ZMQError as error:
-            self.close()
-            raise bind_error(host, port, error.errno, error.strerror) from error
-        bound_port = int(str(self._socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0").rpartition(":")[2])
-        self.endpoint = format_endpoint(advertised, bound_port)
-
-
-class Connection(Channel):
-    """Decode agent's side of the channel between agents.
-
-    The listener knows it by `incarnation.encode()`. It reconnects by itself, maybe to a later run of the peer at the
-    same address, which then gets what was queued: the first message of a run is `Hello`, and a listener refuses
-    everything else from a sender that has not said it.
-    """
-
-    def __init__(self, endpoint: str, incarnation: str) -> None:
-        """Connect in the background. Raises `ProtocolError` for an endpoint that cannot be one."""
-        address, _ = check_endpoint(endpoint)
-        super().__init__(zmq.DEALER, MAX_PEER_FRAME_BYTES)
-        self._socket.routing_id = incarnation.encode("ascii")
-        self._socket.ipv6 = ":" in address
-        self._socket.reconnect_ivl = _RECONNECT_MS
-        self._socket.reconnect_ivl_max = _RECONNECT_MAX_MS
-        try:
-            self._socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ProtocolError(f"endpoint: cannot connect to {endpoint!r}: {error.strerror}") from error
-
-
 class HasFileno(Protocol):
     """A plain descriptor that turns readable: an event, a unix socket, an epoll."""
 
@@ -277,24 +250,25 @@ class Selector:
 
     def add(self, item: Channel | HasFileno | int) -> None:
         """Wait for `item` as well. Adding it again does nothing."""
-        key = _poll_key(item)
-        self._items[key] = item
-        self._poller.register(key, zmq.POLLIN)
+        for key in _poll_keys(item):
+            self._items[key] = item
+            self._poller.register(key, zmq.POLLIN)
 
     def remove(self, item: Channel | HasFileno | int) -> None:
         """Wait for `item` no longer. `KeyError` where it was not added."""
-        key = _poll_key(item)
-        del self._items[key]
-        self._poller.unregister(key)
+        for key in _poll_keys(item):
+            del self._items[key]
+            self._poller.unregister(key)
 
     def wait(self, timeout_s: float | None) -> list[Channel | HasFileno | int]:
         """What is readable, as it was added; empty after `timeout_s` (None: no limit). A descriptor whose other end
         is gone counts as readable."""
         timeout_ms = None if timeout_s is None else max(0, -int(-timeout_s * 1000 // 1))
-        return [self._items[key] for key, _ in self._poller.poll(timeout_ms)]
+        ready = [self._items[key] for key, _ in self._poller.poll(timeout_ms)]
+        return list({id(item): item for item in ready}.values())  # one item may have several sockets
 
 
-def _poll_key(item: Channel | HasFileno | int) -> int | zmq.Socket[bytes]:
+def _poll_keys(item: Channel | HasFileno | int) -> tuple[int | zmq.Socket[bytes], ...]:
     if isinstance(item, Channel):
-        return item._socket
-    return item if isinstance(item, int) else item.fileno()
+        return item.sockets()
+    return (item if isinstance(item, int) else item.fileno(),)

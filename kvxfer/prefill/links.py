@@ -99,10 +99,8 @@ class PeerLinks:
             return
         self._forget(self._names.get(sender, ""), Reason.PEER_LOST, now)
         key = self._listener.key_of(sender)
-        known = self._peers.get(hello.incarnation)
         try:
-            if known is not None and known.key != key:
-                raise RefusedError("an agent with another key is paired as this one", Reason.PEER_REFUSED, "incarnation")
+            self._check_key(hello.incarnation, key)
             info = check_hello(
                 hello,
                 incarnation=self._sidecar.incarnation,
@@ -122,6 +120,12 @@ class PeerLinks:
         unpaired = self._prober.begin(hello, info)
         if unpaired is not None:
             self._unpaired(unpaired, now)
+
+    def _check_key(self, incarnation: str, key: str) -> None:
+        """Raise `RefusedError` where somebody else is paired as `incarnation`."""
+        known = self._peers.get(incarnation)
+        if known is not None and known.key != key:
+            raise RefusedError("is paired already, under another key", Reason.PEER_REFUSED, "incarnation")
 
     def _renew_region(self, peer: str, message: NewRegion, now: float) -> None:
         """The peer's landing slots have moved; no credit for the old ones is out."""

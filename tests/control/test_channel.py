@@ -16,33 +16,43 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvxfer.control.channel import (
-    MAX_PEER_FRAME_BYTES,
-    REMOTE,
-    Connection,
-    PeerListener,
-    Selector,
-    WorkerConnection,
-    WorkerListener,
-)
+from kvxfer.control.channel import REMOTE, Selector, WorkerConnection, WorkerListener
+from kvxfer.control.peer_channel import MAX_PEER_FRAME_BYTES, PeerListener
 from kvxfer.errors import ConfigError, ProtocolError
-from tests.control.waiting import INCARNATION, next_frame, num_descriptors, port_of
+from tests.control.waiting import (
+    CONNECTOR,
+    INCARNATION,
+    LISTENER,
+    connect,
+    next_frame,
+    num_descriptors,
+)
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def peers() -> Iterator[PeerListener]:
-    with PeerListener("127.0.0.1", 0) as listener:
+    with PeerListener("127.0.0.1", 0, LISTENER) as listener:
         yield listener
 
 
-def test_only_one_file_knows_zmq() -> None:
+def _introduce(stranger: zmq.Socket[bytes], peers: PeerListener) -> None:
+    """Connect a bare socket that can send what a `Connection` would not."""
+    stranger.linger = 0
+    stranger.routing_id = b"ee" * 16
+    stranger.curve_publickey = CONNECTOR.keys.public.encode()
+    stranger.curve_secretkey = CONNECTOR.keys.secret.encode()
+    stranger.curve_serverkey = LISTENER.keys.public.encode()
+    stranger.connect(peers.endpoint)
+
+
+def test_few_files_know_zmq() -> None:
     files = [path for room in ("kvxfer", "transports", "kernels") for path in (ROOT / room).rglob("*.py")]
     knowing = {
         path.resolve() for path in files if re.search(r"^\s*(import|from) zmq\b", path.read_text(), re.MULTILINE)
     }
-    assert knowing == {ROOT / "kvxfer/control/channel.py"}
+    assert knowing == {ROOT / f"kvxfer/control/{name}.py" for name in ("channel", "doorkeeper", "peer_channel")}
 
 
 def test_worker_and_agent_talk_both_ways(tmp_path: Path) -> None:
@@ -147,9 +157,9 @@ def test_a_message_for_nobody_is_reported(peers: PeerListener) -> None:
 
 def test_a_peer_that_never_reads_blocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvxfer.control.channel._QUEUE_MESSAGES", 16)
-    with PeerListener("127.0.0.1", 0) as listener:
-        deaf = Connection(listener.endpoint, INCARNATION)
-        reader = Connection(listener.endpoint, "cd" * 16)
+    with PeerListener("127.0.0.1", 0, LISTENER) as listener:
+        deaf = connect(listener.endpoint)
+        reader = connect(listener.endpoint, "cd" * 16)
         deaf.send(REMOTE, b"hello")
         reader.send(REMOTE, b"hello")
         next_frame(listener)
@@ -169,21 +179,19 @@ def test_a_peer_that_never_reads_blocks_nothing(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_connection_to_nobody_fills_up_without_blocking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvxfer.control.channel._QUEUE_MESSAGES", 16)
-    with Connection("tcp://127.0.0.1:1", INCARNATION) as connection:
+    with connect("tcp://127.0.0.1:1") as connection:
         assert [connection.send(REMOTE, b"x") for _ in range(17)] == [True] * 16 + [False]
         assert connection.receive() is None
 
 
 def test_a_frame_that_is_too_long_is_refused_by_the_sender(peers: PeerListener) -> None:
-    with Connection(peers.endpoint, INCARNATION) as connection, pytest.raises(ProtocolError, match="at most"):
+    with connect(peers.endpoint) as connection, pytest.raises(ProtocolError, match="at most"):
         connection.send(REMOTE, bytes(MAX_PEER_FRAME_BYTES + 1))
 
 
 def test_odd_messages_are_dropped_and_counted(peers: PeerListener) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        stranger.routing_id = b"ee" * 16
-        stranger.connect(peers.endpoint)
+        _introduce(stranger, peers)
         stranger.send_multipart([b"", b"two"])
         stranger.send_multipart([b"x"] * 20_000)
         stranger.send(b"one frame")
@@ -193,9 +201,7 @@ def test_odd_messages_are_dropped_and_counted(peers: PeerListener) -> None:
 
 def test_a_flood_of_odd_messages_hands_the_loop_back(peers: PeerListener) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        stranger.routing_id = b"ee" * 16
-        stranger.connect(peers.endpoint)
+        _introduce(stranger, peers)
         for _ in range(200):
             stranger.send_multipart([b"a", b"b"])
         stranger.send(b"good")
@@ -209,34 +215,20 @@ def test_a_flood_of_odd_messages_hands_the_loop_back(peers: PeerListener) -> Non
 
 def test_a_too_long_frame_from_outside_ends_its_sender_only(peers: PeerListener) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        stranger.routing_id = b"ee" * 16
-        stranger.connect(peers.endpoint)
+        _introduce(stranger, peers)
         stranger.send(bytes(MAX_PEER_FRAME_BYTES + 1))
-        with Connection(peers.endpoint, INCARNATION) as connection:
+        with connect(peers.endpoint) as connection:
             connection.send(REMOTE, b"fine")
             assert next_frame(peers) == (INCARNATION.encode(), b"fine")
         assert peers.receive() is None
 
 
-def test_http_on_the_port_leaves_the_listener_alive(peers: PeerListener) -> None:
-    with socket.create_connection(("127.0.0.1", port_of(peers)), timeout=5) as client:
-        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 50)
-        client.shutdown(socket.SHUT_WR)
-    with Connection(peers.endpoint, INCARNATION) as connection:
-        connection.send(REMOTE, b"hello")
-        assert next_frame(peers) == (INCARNATION.encode(), b"hello")
-        while not peers.dropped:
-            assert Selector([peers]).wait(5)
-            assert peers.receive() is None
-
-
 def test_a_peer_comes_back_under_its_name(peers: PeerListener) -> None:
     """Also while the listener has not yet seen the end of the earlier connection."""
-    first = Connection(peers.endpoint, INCARNATION)
+    first = connect(peers.endpoint)
     first.send(REMOTE, b"first")
     assert next_frame(peers)[1] == b"first"
-    with Connection(peers.endpoint, INCARNATION) as second:
+    with connect(peers.endpoint) as second:
         second.send(REMOTE, b"second")
         assert next_frame(peers) == (INCARNATION.encode(), b"second")
         assert peers.send(INCARNATION.encode(), b"answer")
@@ -247,7 +239,7 @@ def test_a_peer_comes_back_under_its_name(peers: PeerListener) -> None:
 def test_selector_waits_for_channels_and_descriptors(peers: PeerListener) -> None:
     event = os.eventfd(0, os.EFD_CLOEXEC)
     left, right = socket.socketpair()
-    with left, right, Connection(peers.endpoint, INCARNATION) as connection:
+    with left, right, connect(peers.endpoint) as connection:
         selector = Selector([peers, event, left])
         start_s = time.monotonic()
         assert selector.wait(0.05) == []
@@ -272,8 +264,8 @@ def test_nothing_is_left_after_the_last_channel(tmp_path: Path) -> None:
 
     before = num_descriptors(), threads()
     for _ in range(3):
-        with WorkerListener(tmp_path), PeerListener("127.0.0.1", 0) as peers:
-            Connection(peers.endpoint, INCARNATION).close()
+        with WorkerListener(tmp_path), PeerListener("127.0.0.1", 0, LISTENER) as peers:
+            connect(peers.endpoint).close()
             with pytest.raises(ConfigError):
                 WorkerListener(tmp_path)
     assert (num_descriptors(), threads()) == before

@@ -5,18 +5,29 @@ from __future__ import annotations
 import os
 import time
 
-from kvxfer.control.channel import Channel, PeerListener, Selector
+from kvxfer.control.channel import Channel, Selector
 from kvxfer.control.handoff_listener import HandoffListener
+from kvxfer.control.peer_channel import Connection, Credentials, PeerListener, new_keys
 
 INCARNATION = "ab" * 16
+LISTENER = Credentials(new_keys())
+"""Keys of the listeners under test."""
+CONNECTOR = Credentials(new_keys())
+"""Keys of those who connect."""
 
 
-def next_frame(channel: Channel) -> tuple[bytes, bytes]:
-    """The next message, which must come soon."""
+def connect(endpoint: str, incarnation: str = INCARNATION) -> Connection:
+    return Connection(endpoint, incarnation, CONNECTOR, LISTENER.keys.public)
+
+
+def next_frame(channel: Channel, *others: Channel) -> tuple[bytes, bytes]:
+    """The next message, which must come soon. Meanwhile `others`, which have none, do their share of a handshake."""
     deadline_s = time.monotonic() + 5
     while (received := channel.receive()) is None:
         assert time.monotonic() < deadline_s
-        Selector([channel]).wait(0.2)
+        Selector([channel, *others]).wait(0.2)
+        for other in others:
+            assert other.receive() is None
     return received
 
 
