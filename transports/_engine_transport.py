@@ -190,5 +190,6 @@ class EngineTransport:
         self._closed = True
         self._thread.stop(0.0)
         self._thread.abandon_all("the transport was closed")
+        self._peers.clear()
         self._engine.destroy()
         self._completions.close()

@@ -107,8 +107,7 @@ class MooncakeEngine:
         if code != 0:
             raise TransportError(f"Mooncake does not start at {host} with {options.protocol}: it returned {code}")
         # The engine chooses its port: what peers are told is what was bound.
-        port = self._engine.get_rpc_port()
-        self._session = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._session = f"{host}:{self._engine.get_rpc_port()}"
         self._peers: dict[str, _MooncakePeer] = {}
         self._session_owners: dict[str, str] = {}  # endpoint that a session led to when this object first met it
         self._posts: dict[int, _Post] = {}
@@ -243,7 +242,7 @@ class MooncakeEngine:
 def _check_session(session: bytes) -> None:
     host, _, port = session.decode(errors="replace").rpartition(":")
     try:
-        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        ipaddress.IPv4Address(host)
         valid = 0 < int(port) < 1 << 16
     except ValueError:
         valid = False

@@ -152,7 +152,7 @@ class Transport(Protocol):
         ...
 
     def submit_write(self, peer: str, batch: WriteBatch) -> int:
-        """Start a write; returns its id, whose one `Completion` comes out of `poll()`.
+        """Start a write; returns its id, whose one `Completion` comes out of `poll()`. Writes end in any order.
 
         Raises `BoundsError` where an entry lies outside the regions it names, `PeerLostError` for an unknown peer;
         nothing was started then.
@@ -173,7 +173,9 @@ class Transport(Protocol):
 
     def rotate(self) -> None:
         """Replace the engine object. When it returns, no write of the old one can read or write local memory that
-        was handed to it; such writes have been reported. Regions and peers are known to the new one."""
+        was handed to it; such writes have been reported. Writes that still ended in short order were let do so, and
+        those not yet begun go out through the new object, which knows all regions and peers. `metadata()` may have
+        changed: peers that write into this side's regions need it anew."""
         ...
 
     def close(self) -> None:

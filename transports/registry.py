@@ -41,6 +41,8 @@ def create_transport(
             parsed = NixlOptions(interface="lo")
         return NixlTransport(incarnation, parsed)
     if name == "mooncake":
+        if address.version != 4:
+            raise ConfigError(f"host: got {host}, expected an IPv4 address: Mooncake reaches peers by no other")
         return MooncakeTransport(incarnation, str(address), _parse(options, MooncakeOptions, name))
     raise ConfigError(f"transport: got {name!r}, expected one of {', '.join(TRANSPORT_NAMES)}")
 

@@ -217,7 +217,9 @@ def test_only_another_process_behind_a_known_session_makes_the_object_stale(make
     assert engine.is_stale_for(_peer("p-2"))
 
 
-@pytest.mark.parametrize("session", [b"", b"host:1", b"10.0.0.1", b"10.0.0.1:0", b"10.0.0.1:65536", b"\xff\xfe:1"])
+@pytest.mark.parametrize(
+    "session", [b"", b"host:1", b"10.0.0.1", b"10.0.0.1:0", b"10.0.0.1:65536", b"[::1]:1", b"\xff\xfe:1"]
+)
 def test_a_session_that_is_no_address_is_refused(make_engine: MakeEngine, session: bytes) -> None:
     with pytest.raises(EngineError, match="expected ADDRESS:PORT"):
         make_engine().add_peer("p", _peer("p-1", session))
