@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 EXTRAS := nixl,mooncake-cpu,test,lint
 # uv does not read pip's variable; without it a local CPU build of torch is not found.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
-export PYTHONDONTWRITEBYTECODE ?= 1
+# What every agent imports: compiled once, because an agent must start fast also where Python may not write caches.
+HOT_PACKAGES := msgspec numpy rich typer zmq
 
 .PHONY: setup demo test check clean
 setup: $(VENV)/.stamp
@@ -15,6 +16,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt deploy/install-system-libraries.s
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	cd $(VENV)/lib/python3*/site-packages && $(abspath $(BIN))/python -m compileall -q $(HOT_PACKAGES)
 	bash deploy/install-system-libraries.sh
 	touch $@
 
