@@ -12,7 +12,7 @@ import typer
 
 from kvxfer.cli.main import app
 from kvxfer.decode.agent import DecodeAgent
-from kvxfer.ops.config import DecodeConfig, PrefillConfig, SlotConfig, TransportConfig
+from kvxfer.ops.config import DecodeConfig, PrefillConfig, SecurityConfig, SlotConfig, TransportConfig
 from kvxfer.prefill.agent import PrefillAgent
 from kvxfer.transfer import EventKind
 
@@ -102,11 +102,11 @@ def test_every_command_and_option_is_in_the_table() -> None:
         assert {option for option in options if option not in rows[name]} - {"--config"} == set(), name
 
 
-@pytest.mark.parametrize("config", [PrefillConfig, DecodeConfig, SlotConfig, TransportConfig])
+@pytest.mark.parametrize("config", [PrefillConfig, DecodeConfig, SlotConfig, TransportConfig, SecurityConfig])
 def test_every_key_is_documented(config: type[msgspec.Struct]) -> None:
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     for field in msgspec.structs.fields(config):
-        if field.name in {"transport", "slots", "options"}:
+        if field.name in {"transport", "slots", "security", "options"}:
             assert f"[{field.name}]" in text or f".{field.name}]" in text
         elif isinstance(field.default, str | int | float) and field.default != "":
             default = msgspec.json.encode(field.default).decode()

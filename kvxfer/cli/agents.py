@@ -66,6 +66,7 @@ def _say_ready(agent: _Agent, config: PrefillConfig | DecodeConfig, as_json: boo
         "role": role,
         "endpoint": agent.endpoint,
         "incarnation": agent.incarnation,
+        "public_key": agent.public_key,
         "socket_dir": config.socket_dir,
         "transport": config.transport.name,
     }

@@ -71,6 +71,17 @@ def decode(config: _Config, as_json: _ReadyJson = False) -> None:
 
 
 @app.command()
+def keygen(
+    out: Annotated[Path, typer.Option(help="New file for the secret key, made with mode 0600.")] = Path("kvxfer.key"),
+    as_json: _Json = False,
+) -> None:
+    """Make the keys of an agent: the secret one into a file, the public one on standard output."""
+    from kvxfer.cli.keygen import make_keys
+
+    make_keys(out, as_json)
+
+
+@app.command()
 def demo(
     prompt: Annotated[Path | None, typer.Option(help="Text to prefill, one token a byte. Default: the README.")] = None,
     ranks: Annotated[int, typer.Option(min=1, max=16, help="Decode workers: the DCP size.")] = 4,
