@@ -58,15 +58,21 @@ def load_credentials(key_file: str, allowed_keys_file: str) -> Credentials:
     return Credentials(keys, AllowList(Path(allowed_keys_file)) if allowed_keys_file else None)
 
 
+def incarnation_of(sender: bytes) -> bytes:
+    """The incarnation of a sender that `PeerListener.receive` named."""
+    return sender.partition(b"-")[0]
+
+
 class PeerListener(Channel):
     """Prefill agent's side of the channel between agents. `endpoint` is what peers are told to connect to.
 
-    Senders are named by their incarnations; what calls itself otherwise is dropped and counted. A name belongs to the
-    key that used it first: a message under it from another key is dropped, and so is one whose key was struck off the
-    allow-list. `counts` and `news()` say who did not get in.
+    Senders are named by their incarnations, and a number where one has several connections (`incarnation_of`); what
+    calls itself otherwise is dropped and counted. An incarnation belongs to the key that used it first: a message
+    under it from another key is dropped, and so is one whose key was struck off the allow-list. `counts` and `news()`
+    say who did not get in.
     """
 
-    _sender_name = re.compile(rb"[0-9a-f]{32}")
+    _sender_name = re.compile(rb"[0-9a-f]{32}(-[0-9a-f]{1,16})?")
 
     def __init__(
         self,
@@ -86,7 +92,7 @@ class PeerListener(Channel):
         self._credentials = credentials
         self._counts = DoorCounts()
         self._frame = zmq.Frame()
-        self._owners: dict[bytes, str] = {}  # names and the keys they belong to, oldest first
+        self._owners: dict[bytes, str] = {}  # incarnations and the keys they belong to, oldest first
         # ZMQ has one authenticator a context: the listener's own context keeps it from any other's connections.
         super().__init__(zmq.ROUTER, MAX_PEER_FRAME_BYTES, Context())
         try:
@@ -120,7 +126,7 @@ class PeerListener(Channel):
 
     def key_of(self, sender: bytes) -> str:
         """The public key that a sender has proven to have; empty for one that was not heard for long."""
-        return self._owners.get(sender, "")
+        return self._owners.get(incarnation_of(sender), "")
 
     def news(self) -> list[str]:
         """Look whether the allow-list has changed; what the log should say of the door since the last call."""
@@ -151,7 +157,7 @@ class PeerListener(Channel):
         key = str(self._frame.get("User-Id"))
         if self._sender_name.fullmatch(name) is None or not self._doorkeeper.admits(key):
             return False
-        if self._owners.setdefault(name, key) != key:
+        if self._owners.setdefault(incarnation_of(name), key) != key:
             return False
         if len(self._owners) > _MAX_NAMES:
             del self._owners[next(iter(self._owners))]
@@ -184,14 +190,15 @@ def _check_addresses(
 class Connection(Channel):
     """Decode agent's side of the channel between agents.
 
-    The listener knows it by `incarnation.encode()`. It reconnects by itself, maybe to a later run of the peer at the
+    The listener knows it by `name.encode()`: the incarnation, and a number where it has several connections to one
+    address. It reconnects by itself, maybe to a later run of the peer at the
     same address, which then gets what was queued if it has the same key: the first message of a run is `Hello`, and a
     listener refuses everything else from a sender that has not said it.
 
     `refusal` says why the other end will never talk to us, once `receive()` has found out; empty until then.
     """
 
-    def __init__(self, endpoint: str, incarnation: str, credentials: Credentials, remote_key: str) -> None:
+    def __init__(self, endpoint: str, name: str, credentials: Credentials, remote_key: str) -> None:
         """Connect in the background, to who has `remote_key` and nobody else. Raises `ProtocolError` for an endpoint
         or a key that cannot be one, or that is not allowed."""
         address, _ = check_endpoint(endpoint)
@@ -208,7 +215,7 @@ class Connection(Channel):
         self._is_up = False
         self._num_failed = 0
         super().__init__(zmq.DEALER, MAX_PEER_FRAME_BYTES)
-        self._socket.routing_id = incarnation.encode("ascii")
+        self._socket.routing_id = name.encode("ascii")
         self._socket.ipv6 = ":" in address
         try:
             self._events = self._watch_connections()

@@ -95,7 +95,7 @@ class Lifecycle:
         receive.cancel.is_set = True
         for leg in receive.legs:
             self.lender.drop_wants(leg)
-            if not leg.is_closed and leg.info is not None:
+            if not leg.is_closed:
                 self.abort(receive, leg, now)
         self.settle(receive, now)
 
@@ -116,7 +116,10 @@ class Lifecycle:
         self.lender.close(leg, unknown_slots)
 
     def abort(self, receive: Receive, leg: ReceiveLeg, now: float) -> None:
-        """Tell the source of an ended transfer, also one without a grant: its worker need not wait for a deadline."""
+        """Tell the source of an ended transfer, also one without a grant: its worker need not wait for a deadline.
+
+        A source that is not paired answers once it is; its leg is closed then.
+        """
         leg.asked_at = now
         reason = receive.reason or Reason.ABORTED_BY_PEER
         message = AbortLeg(transfer=leg.transfer, generation=leg.generation, reason=reason)

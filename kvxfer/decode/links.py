@@ -39,6 +39,7 @@ class SourceLinks:
         self._sidecar = sidecar
         self._core = core
         self._peers: dict[str, PrefillPeer] = {}  # by incarnation
+        self._num_connections = 0
 
     def shared_pool(self, incarnation: str) -> SharedPool | None:
         """The pool of a prefill agent, where it is mapped here."""
@@ -89,7 +90,10 @@ class SourceLinks:
         if source.incarnation in self._peers:
             return
         try:
-            connection = Connection(source.endpoint, self._sidecar.incarnation, self._credentials, source.key)
+            # A name of its own: an outdated ticket may lead to the same address, and be refused there.
+            self._num_connections += 1
+            name = f"{self._sidecar.incarnation}-{self._num_connections:x}"
+            connection = Connection(source.endpoint, name, self._credentials, source.key)
         except ProtocolError as error:
             self._core.peer_gone(source.incarnation, Reason.PEER_UNREACHABLE, str(error), now)
             return
@@ -130,8 +134,7 @@ class SourceLinks:
                     detail = f"{message.field}: {message.detail}" if message.field else message.detail
                     self.lose(peer.source.incarnation, message.reason or Reason.PEER_REFUSED, detail, now)
                 case Goodbye():
-                    if peer.is_paired:
-                        self.lose(peer.source.incarnation, Reason.PEER_LOST, "it said goodbye", now)
+                    self.lose(peer.source.incarnation, Reason.PEER_LOST, "it said goodbye", now)
                 case Ping():
                     return
                 case _ if peer.is_paired:
@@ -197,8 +200,7 @@ class SourceLinks:
         peer = self._peers.pop(incarnation, None)
         if peer is None:
             return
-        if peer.is_paired:
-            peer.send(Goodbye(incarnation=self._sidecar.incarnation))
+        peer.send(Goodbye(incarnation=self._sidecar.incarnation))
         self._hang_up(peer)
         detail = f"prefill agent at {peer.source.endpoint}: {detail}"
         self._sidecar.log.warning("%s", detail)

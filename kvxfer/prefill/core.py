@@ -150,6 +150,8 @@ class PrefillCore:
         peer = self.peers.get(incarnation)
         if peer is None:
             self.refused["unpaired"] += 1
+            if isinstance(message, AbortLeg):
+                self._life.give_up(incarnation, message, now)  # it can have no leg
             return
         match message:
             case Grant():

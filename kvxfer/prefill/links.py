@@ -11,6 +11,7 @@ import numpy as np
 
 from kvxfer.control.codec import encode
 from kvxfer.control.messages import (
+    AbortLeg,
     Goodbye,
     Hello,
     Message,
@@ -21,7 +22,7 @@ from kvxfer.control.messages import (
     Refused,
     Welcome,
 )
-from kvxfer.control.peer_channel import PeerListener
+from kvxfer.control.peer_channel import PeerListener, incarnation_of
 from kvxfer.errors import ProtocolError, RefusedError, TransportError
 from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.pairing import Paired, Prober, Unpaired, check_hello
@@ -80,6 +81,8 @@ class PeerLinks:
             match message:
                 case Hello():
                     self._hello(sender, message, now)
+                case AbortLeg() if peer is None:
+                    self._core.receive("", message, now)
                 case _ if peer is None:
                     # It was paired with an earlier run at this address, or we have given it up.
                     self._listener.send(sender, encode(Goodbye(incarnation=self._sidecar.incarnation)))
@@ -94,7 +97,7 @@ class PeerLinks:
 
     def _hello(self, sender: bytes, hello: Hello, now: float) -> None:
         sidecar = self._sidecar
-        if sidecar.pool is None:
+        if sidecar.pool is None or hello.incarnation.encode() != incarnation_of(sender):
             self._listener.send(sender, encode(NotReady()))
             return
         self._forget(self._names.get(sender, ""), Reason.PEER_LOST, now)

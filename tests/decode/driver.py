@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import (
+    AbortLeg,
     Chunk,
     Credits,
     Finished,
@@ -217,7 +218,8 @@ class DecodeDriver:
         ]
 
     def generation(self, source: Source, transfer: str) -> int:
-        return self.to(source, Grant, transfer)[-1].generation
+        grants = self.to(source, Grant, transfer)
+        return grants[-1].generation if grants else self.to(source, AbortLeg, transfer)[-1].generation
 
     def leg(self, source: Source, transfer: str) -> ReceiveLeg | None:
         receive = self.core.receives.get(transfer)

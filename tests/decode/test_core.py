@@ -45,6 +45,22 @@ def test_zero_rows_land_by_finished_alone(end: int) -> None:
     driver.assert_idle()
 
 
+def test_sources_of_a_transfer_that_ended_unpaired_are_told_once_they_are_paired() -> None:
+    """Or their worker would wait for its deadline. The first word may come too early to be answered."""
+    driver = DecodeDriver()
+    paired, pairing = driver.pair(), Source(endpoint="tcp://127.0.0.1:1", incarnation=new_id())
+    transfer = driver.open((paired, pairing), 4)
+    driver.abort(transfer)
+    assert driver.ends(transfer) == [(EventKind.ABORTED, Reason.ABORTED_BY_WORKER)]
+    assert [len(driver.to(source, AbortLeg)) for source in (paired, pairing)] == [1, 1]
+    driver.pair(source=pairing)
+    assert [len(driver.to(source, AbortLeg)) for source in (paired, pairing)] == [1, 2]
+    assert not driver.to(pairing, Grant)
+    for source in (paired, pairing):
+        driver.quiesced(source, transfer)
+    driver.assert_idle()
+
+
 def test_chunks_may_overtake_each_other() -> None:
     """Segments of two chunks in any order; `finished` may even come before a scatter has ended."""
     driver = DecodeDriver()
@@ -89,7 +105,10 @@ def test_sources_that_miss_or_repeat_a_layer_are_refused_before_a_byte_moves(lay
     transfer = driver.open(sources, 6)
     assert driver.ends(transfer) == [(EventKind.FAILED, Reason.LAYOUT_MISMATCH)]
     assert "layers" in driver.events[0].detail
-    assert not driver.sent
+    for source in sources:
+        assert not driver.to(source, Grant)
+        assert driver.to(source, AbortLeg)[0].reason is Reason.LAYOUT_MISMATCH
+        driver.quiesced(source, transfer)
     driver.assert_idle()
 
 
@@ -270,7 +289,10 @@ def test_any_end_at_any_state(state: str, cause: str) -> None:
         assert driver.ends(transfer) == []
     driver.end_scatters()
     assert driver.ends(transfer) == expected
-    if driver.to(source, Grant) and cause != "peer lost":
+    if state == "pairing" and cause not in ("peer lost", "source failed"):
+        driver.pair(source=source)
+        assert not driver.to(source, Grant)
+    if driver.to(source, AbortLeg):
         driver.quiesced(source, transfer)
     if driver.count(SlotState.QUARANTINED):
         assert cause == "peer lost"

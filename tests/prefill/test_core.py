@@ -233,6 +233,15 @@ def test_an_abort_that_overtakes_its_grant_ends_the_transfer_at_once() -> None:
     driver.assert_idle()
 
 
+def test_an_abort_of_a_decode_agent_that_is_not_paired_yet_ends_the_transfer() -> None:
+    """Its worker has gone, so it will never be; it has no leg that could still need an answer."""
+    driver = PrefillDriver()
+    transfer = driver.ticket()
+    driver.abort_leg(new_id(), transfer)
+    assert driver.ends(transfer) == [(EventKind.FAILED, Reason.ABORTED_BY_PEER)]
+    driver.assert_idle()
+
+
 def test_a_stale_abort_does_not_end_a_later_try() -> None:
     driver = PrefillDriver()
     peer, transfer = driver.pair(), driver.ticket()
