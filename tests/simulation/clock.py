@@ -1,0 +1,87 @@
+"""Simulated time: events in the order of their instants, and processes that may be paused or killed between them."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+
+Step = Callable[[], None]
+
+
+class Clock:
+    """Events that are still to come. Those of the same instant happen in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_steps = 0
+        self._events: list[tuple[float, int, Step]] = []
+        self._num_events = 0
+
+    def after(self, delay_s: float, step: Step) -> None:
+        """Do `step` in `delay_s`."""
+        self._num_events += 1
+        heapq.heappush(self._events, (self.now + delay_s, self._num_events, step))
+
+    @property
+    def is_instant_over(self) -> bool:
+        """Whether all that happens at this instant has happened."""
+        return self._events[0][0] > self.now
+
+    def step(self) -> None:
+        """Let the next event happen."""
+        self.now, _, step = heapq.heappop(self._events)
+        self.num_steps += 1
+        step()
+
+
+class Process:
+    """Something that can stop at any moment: for a while, or for ever."""
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self.clock = clock
+        self.name = name
+        self.is_dead = False
+        self.paused_until = 0.0
+        self._inbox: deque[Step] = deque()
+        self._turn_is_due = False
+
+    @property
+    def is_paused(self) -> bool:
+        return self.paused_until > self.clock.now
+
+    def after(self, delay_s: float, step: Step) -> None:
+        """Do `step` in `delay_s`, later if the process is paused then, never if it is dead."""
+        self.clock.after(delay_s, lambda: self._when_running(step))
+
+    def post(self, step: Step) -> None:
+        """Put something into the inbox of the loop."""
+        if not self.is_dead:
+            self._inbox.append(step)
+            self.wake()
+
+    def wake(self) -> None:
+        """Give the loop a turn."""
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            self.after(0.0, self._begin_turn)
+
+    def pause(self, pause_s: float) -> None:
+        """Stop every thread of the process."""
+        self.paused_until = max(self.paused_until, self.clock.now + pause_s)
+
+    def turn(self) -> None:
+        """One round of the loop."""
+        raise NotImplementedError
+
+    def _begin_turn(self) -> None:
+        self._turn_is_due = False
+        self.turn()
+
+    def _when_running(self, step: Step) -> None:
+        if self.is_dead:
+            return
+        if self.is_paused:
+            self.clock.after(self.paused_until - self.clock.now, lambda: self._when_running(step))
+        else:
+            step()

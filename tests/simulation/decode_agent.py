@@ -1,0 +1,224 @@
+"""The decode agent of the simulation: it performs what a real `DecodeCore` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from kvxfer.control.messages import Ping, PrefillToDecode, Source
+from kvxfer.decode.actions import Action, Notify, PairWith, Scatter, SendToPeer
+from kvxfer.decode.core import DecodeCore
+from kvxfer.decode.receive import SourceInfo
+from kvxfer.slots import LANDING_MOVES
+from kvxfer.transfer import EventKind, Reason
+from tests.simulation import pairing
+from tests.simulation.agent import PEER_TIMEOUT_S, SimAgent, WatchedSlots
+from tests.simulation.executor import Executor, Operation
+from tests.simulation.judge import check_landing_slots
+from tests.simulation.network import Link
+from tests.simulation.topology import SLOT_BYTES
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+HELLO_AGAIN_S = 0.5
+PING_EVERY_TICKS = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    """A prefill agent that this one talks to."""
+
+    link: Link
+    expected: str
+    began_at: float
+    hello_at: float | None = None  # when to say hello again
+    is_paired: bool = False
+
+
+class SimDecode(SimAgent[Action]):
+    """One run of a decode agent, rank `rank` of decode group `group_idx`."""
+
+    def __init__(self, world: World, group_idx: int, rank: int, incarnation: str) -> None:
+        setup = world.setup
+        super().__init__(world, f"decode {group_idx}.{rank}", incarnation, setup.num_landing_slots)
+        self.group_idx = group_idx
+        self.rank = rank
+        self.world_size = len(setup.topology.decode[group_idx])
+        self.epoch = 0  # of the engine object
+        self.slots = WatchedSlots(
+            setup.num_landing_slots, LANDING_MOVES, lambda slot, state: world.judge.landing_slot(self, slot, state)
+        )
+        self.core = DecodeCore(self.slots, setup.credits_per_leg)
+        self.scatters: dict[int, Operation] = {}
+        self._sources: dict[str, _Source] = {}  # by the incarnation that the ticket named
+        self._num_ticks = 0
+        self._executor = Executor(
+            self, setup.num_threads, world.faults, setup.rows, self._scatter, self._scattered, lambda _: None
+        )
+
+    # ---- the worker ----
+
+    def lose_worker(self) -> None:
+        self.core.worker_lost(self.clock.now)
+        self.collect()
+        self._lose_all(Reason.WORKER_LOST)
+
+    # ---- peers ----
+
+    def received(self, link: Link, message: object) -> None:
+        """A message of a prefill agent has arrived."""
+        source = next((each for each in self._sources.values() if each.link is link), None)
+        if source is None:
+            return
+        match message:
+            case pairing.Welcome() if not source.is_paired:
+                source.is_paired = True
+                self.heard_at[source.expected] = self.clock.now
+                route = self.world.setup.topology.route(link.prefill.idx, self.group_idx, self.rank)
+                self.core.peer_paired(SourceInfo(source.expected, route, SLOT_BYTES), self.clock.now)
+            case pairing.NotReady() if not source.is_paired:
+                source.hello_at = self.clock.now + HELLO_AGAIN_S
+            case pairing.Refused() if not source.is_paired:
+                self._lose_peer(source.expected, Reason.STALE)
+            case pairing.Goodbye():
+                if source.is_paired:
+                    self._lose_peer(source.expected, Reason.PEER_LOST)
+            case _ if source.is_paired:
+                judge = self.world.judge
+                before = judge.before_message(self, message)
+                self.core.receive(source.expected, cast(PrefillToDecode, message), self.clock.now)
+                judge.after_message(self, before)
+
+    def _pair(self, wanted: Source) -> None:
+        if wanted.incarnation in self._sources:
+            return
+        prefill = self.world.prefill_at(wanted.endpoint)
+        link = Link(prefill, self, self.world.faults, self.world.setup.control)
+        self._sources[wanted.incarnation] = _Source(link, wanted.incarnation, self.clock.now)
+        link.to_prefill.send(pairing.Hello(wanted.incarnation, self.epoch))
+
+    def _lose_peer(self, incarnation: str, reason: Reason) -> None:
+        source = self._sources.pop(incarnation, None)
+        if source is None:
+            return
+        for receive in self.core.receives.values():
+            if any(leg.source.incarnation == incarnation for leg in receive.legs):
+                self.world.taint_transfer(receive.transfer)
+        if source.is_paired:
+            source.link.to_prefill.send(pairing.Goodbye())
+        source.link.is_closed = True
+        self.core.peer_gone(incarnation, reason, "it is lost", self.clock.now)
+        self.collect()
+
+    def _lose_all(self, reason: Reason) -> None:
+        for incarnation in list(self._sources):
+            self._lose_peer(incarnation, reason)
+
+    # ---- actions ----
+
+    def new_actions(self) -> Iterable[Action]:
+        for action in self.core.take_actions():
+            self.world.judge.decode_action(self, action)
+            yield action
+
+    def emitted_scatter(self, scatter: Scatter, transfer: str) -> None:
+        """Note a scatter from its emission on."""
+        self.scatters[scatter.operation] = Operation(
+            scatter.operation,
+            scatter.slot,
+            transfer,
+            scatter.source,
+            scatter.segment,
+            scatter.cancel,
+            self.sides.get(transfer),
+        )
+
+    def perform(self, action: Action) -> None:
+        match action:
+            case SendToPeer():
+                source = self._sources.get(action.peer)
+                if source is not None:
+                    source.link.to_prefill.send(action.message)
+            case Notify():
+                self._notify(action)
+            case PairWith():
+                self._pair(action.source)
+            case Scatter():
+                self._executor.submit(self.scatters[action.operation])
+
+    def _notify(self, notify: Notify) -> None:
+        side = self.sides.pop(notify.event.transfer, None)
+        if side is None or self.pool is None:
+            return
+        if notify.event.event is EventKind.LANDED:
+            self.pool.check_complete(side)
+        self.pool.release(side)
+        side.request.ended(side, notify.event)
+
+    # ---- slots and operations ----
+
+    def write_slot(self, slot: int, content: bytes) -> None:
+        """An engine's write lands."""
+        self.world.judge.landing(self, slot)
+        self.memory[slot][: len(content)] = content
+
+    def _scatter(self, operation: Operation) -> None:
+        """The bytes move, in a thread."""
+        slot = self.memory[operation.slot]
+        if self.pool is None:
+            return  # the worker is gone, and nobody looks at its pages any more
+        for pool_offset, slot_offset, num_bytes in operation.copies():
+            self.pool.write(pool_offset, bytes(slot[slot_offset : slot_offset + num_bytes]), operation.owner)
+
+    def _scattered(self, operation: Operation, error: str | None, was_begun: bool) -> None:  # noqa: ARG002
+        del self.scatters[operation.operation]
+        if error is not None:
+            self.world.taint_transfer(operation.transfer)
+        self.core.scatter_ended(operation.operation, self.clock.now, 0.0, error)
+
+    def is_touching(self, transfer: str) -> bool:
+        return any(each.transfer == transfer for each in self.scatters.values())
+
+    def is_pool_quiet(self) -> bool:
+        return self.core.num_touching_pool == 0
+
+    def links_of(self) -> Iterable[Link]:
+        return [source.link for source in self._sources.values()]
+
+    def check(self) -> None:
+        check_landing_slots(self)
+
+    # ---- time ----
+
+    def tick(self) -> None:
+        self._num_ticks += 1
+        now = self.clock.now
+        for incarnation, source in list(self._sources.items()):
+            prefill = source.link.prefill
+            if not source.is_paired:
+                if source.hello_at is not None and now >= source.hello_at:
+                    source.hello_at = None
+                    source.link.to_prefill.send(pairing.Hello(incarnation, self.epoch))
+                if now - source.began_at > PEER_TIMEOUT_S:
+                    self._lose_peer(incarnation, Reason.PEER_UNREACHABLE)
+            elif self.is_silent(incarnation, not (prefill.is_dead or prefill.is_paused)):
+                self._lose_peer(incarnation, Reason.PEER_LOST)
+            elif self._num_ticks % PING_EVERY_TICKS == 0:
+                source.link.to_prefill.send(pairing.Rotated(self.epoch))  # again: it may have been lost
+                source.link.to_prefill.send(Ping(incarnation=self.incarnation, floor=self.core.floor()))
+        if self.core.may_renew_slots:
+            self._rotate()
+        self.core.tick(now)
+
+    def _rotate(self) -> None:
+        """Replace the engine object. No credit is out, so no healthy peer's write is lost by it."""
+        self.epoch += 1
+        for source in self._sources.values():
+            source.link.to_prefill.send(pairing.Rotated(self.epoch))
+        self.core.rotated()
+
+    def is_quiet(self) -> bool:
+        core = self.core
+        return not (self.has_work or self.scatters or core.receives or self.slots.num_free < self.slots.num_slots)

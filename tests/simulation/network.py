@@ -1,0 +1,89 @@
+"""Control connections between agents: ordered both ways, and what breaks them.
+
+A reset loses the newest messages of both directions, unseen by either side. As a fault beyond what a connection may
+do, a message overtakes those before it: order is what the cores live from, never what their safety rests on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from tests.simulation.choices import DelayShape
+from tests.simulation.clock import Clock
+
+if TYPE_CHECKING:
+    from tests.simulation.decode_agent import SimDecode
+    from tests.simulation.prefill_agent import SimPrefill
+    from tests.simulation.schedule import Faults
+
+M = TypeVar("M")
+
+
+@dataclass(slots=True, eq=False)
+class _Sent(Generic[M]):
+    message: M
+    is_lost: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Pipe(Generic[M]):
+    """One direction of a connection."""
+
+    clock: Clock
+    faults: Faults
+    shape: DelayShape
+    deliver: Callable[[M], None]
+    on_overtake: Callable[[], None]
+    last_at: float = 0.0
+    under_way: list[_Sent[M]] = field(default_factory=list)
+
+    def send(self, message: M) -> None:
+        """Deliver `message` after any delay, behind those sent before."""
+        sent = _Sent(message)
+        self.under_way.append(sent)
+        at = self.clock.now + self.faults.delay_s(self.shape)
+        if at < self.last_at and self.faults.is_due(self.faults.overtake):
+            self.on_overtake()
+        else:
+            self.last_at = at = max(at, self.last_at)
+        self.clock.after(at - self.clock.now, lambda: self._arrive(sent))
+
+    def lose_newest(self, num_kept: int) -> None:
+        """Lose all that is under way but the oldest `num_kept`."""
+        for sent in self.under_way[num_kept:]:
+            sent.is_lost = True
+
+    def _arrive(self, sent: _Sent[M]) -> None:
+        self.under_way.remove(sent)
+        if not sent.is_lost:
+            self.deliver(sent.message)
+
+
+class Link:
+    """One connection of a decode agent to a prefill agent. `to_prefill` and `to_decode` carry messages."""
+
+    def __init__(self, prefill: SimPrefill, decode: SimDecode, faults: Faults, shape: DelayShape) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.is_closed = False
+
+        def taint() -> None:
+            prefill.world.taint_pair(prefill.incarnation, decode.incarnation)
+
+        def to_prefill(message: object) -> None:
+            prefill.post(lambda: prefill.received(self, message))
+
+        def to_decode(message: object) -> None:
+            if not self.is_closed:
+                decode.post(lambda: decode.received(self, message))
+
+        self.to_prefill: Pipe[object] = Pipe(prefill.clock, faults, shape, to_prefill, taint)
+        self.to_decode: Pipe[object] = Pipe(prefill.clock, faults, shape, to_decode, taint)
+
+    def reset(self, num_kept: int) -> None:
+        """Lose the newest messages of both directions."""
+        self.prefill.world.taint_pair(self.prefill.incarnation, self.decode.incarnation)
+        self.to_prefill.lose_newest(num_kept)
+        self.to_decode.lose_newest(num_kept)

@@ -1,0 +1,40 @@
+"""Messages that agents exchange beside those of the cores, as far as the simulation needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Decode agent: pair with me. `epoch` numbers its engine object, whose metadata a real hello carries."""
+
+    expected: str  # incarnation that the ticket named
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Prefill agent: paired."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotReady:
+    """Prefill agent: no pool yet; ask again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Prefill agent: never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """Either: we are no longer paired."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotated:
+    """Decode agent: my engine object is a new one; write to this one from now on."""
+
+    epoch: int

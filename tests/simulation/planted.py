@@ -1,0 +1,110 @@
+"""Faults planted into one core, to see that the invariants find them. The product has no flags for them."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from kvxfer.decode.receive import Receive, ReceiveLeg
+from kvxfer.prefill.leg import Leg, PeerInfo
+from kvxfer.prefill.peers import LegKey, Peer
+from kvxfer.prefill.transfer import Transfer
+from kvxfer.transfer import LegState
+from kvxfer.transports.base import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.simulation.decode_agent import SimDecode
+    from tests.simulation.prefill_agent import SimPrefill
+
+
+class Bug(enum.Enum):
+    """What can be planted."""
+
+    GENERATION_NOT_CHECKED = "generation-not-checked"
+    FINISHED_TOO_EARLY = "finished-too-early"
+    REPACKED_ON_UNKNOWN = "repacked-on-unknown"
+    NO_TOMBSTONE = "no-tombstone"
+    QUIESCED_COUNTS_POSTED = "quiesced-counts-posted"
+    TERMINAL_BEFORE_DRAINED = "terminal-before-drained"
+
+
+def plant_in_prefill(bug: Bug | None, agent: SimPrefill) -> None:
+    """Plant `bug` in the core of a prefill agent, if it belongs there."""
+    life = agent.core._life
+    match bug:
+        case Bug.FINISHED_TOO_EARLY:
+            _replace(life, "_finish", _finish_early(agent, life._finish))
+        case Bug.REPACKED_ON_UNKNOWN:
+            original = life.sender.write_ended
+
+            def write_ended(operation: int, outcome: Outcome, now: float) -> Leg:
+                return original(operation, Outcome.FAILED if outcome is Outcome.UNKNOWN else outcome, now)
+
+            _replace(life.sender, "write_ended", write_ended)
+        case Bug.NO_TOMBSTONE:
+
+            def peer_paired(info: PeerInfo) -> None:
+                agent.core.peers[info.incarnation] = _ForgetfulPeer(info)
+                life.sender.num_peers = len(agent.core.peers)
+
+            _replace(agent.core, "peer_paired", peer_paired)
+        case Bug.QUIESCED_COUNTS_POSTED:
+
+            def quiesce(leg: Leg, now: float) -> None:
+                book = agent.world.judge.book(agent, leg)
+                if leg.state is LegState.STOPPING and book.num_posted == leg.num_ended:
+                    leg.move(LegState.QUIET)
+                    life.send_quiesced(leg, now)
+
+            _replace(life, "quiesce", quiesce)
+
+
+def plant_in_decode(bug: Bug | None, agent: SimDecode) -> None:
+    """Plant `bug` in the core of a decode agent, if it belongs there."""
+    core = agent.core
+    match bug:
+        case Bug.GENERATION_NOT_CHECKED:
+
+            def find_leg(incarnation: str, transfer: str, _generation: int) -> ReceiveLeg | None:
+                receive = core.receives.get(transfer)
+                legs = [] if receive is None else receive.legs
+                return next((leg for leg in legs if leg.source.incarnation == incarnation and not leg.is_closed), None)
+
+            _replace(core, "_leg", find_leg)
+        case Bug.TERMINAL_BEFORE_DRAINED:
+            settle = core._life.settle
+
+            def settle_at_once(receive: Receive, now: float) -> None:
+                num_scattering, receive.num_scattering = receive.num_scattering, 0
+                settle(receive, now)
+                receive.num_scattering = num_scattering
+
+            _replace(core._life, "settle", settle_at_once)
+
+
+class _ForgetfulPeer(Peer):
+    """Keeps no tombstones."""
+
+    def bury(self, key: LegKey) -> None:
+        pass
+
+
+def _finish_early(
+    agent: SimPrefill, finish: Callable[[Transfer, Leg, float], None]
+) -> Callable[[Transfer, Leg, float], None]:
+    """Count a write as done once it was emitted."""
+
+    def finish_early(transfer: Transfer, leg: Leg, now: float) -> None:
+        ended = leg.written
+        under_way = [op for op in agent.core._life.sender._writes.values() if op.leg is leg]
+        leg.written = [*ended, *((0, 0, 0, 0) for _ in under_way)]
+        finish(transfer, leg, now)
+        leg.written = ended
+
+    return finish_early
+
+
+def _replace(owner: object, name: str, method: object) -> None:
+    setattr(owner, name, method)
