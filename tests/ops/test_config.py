@@ -87,7 +87,7 @@ def test_dump_and_load(tmp_path: Path, config: PrefillConfig) -> None:
         ("[slots]\nslot_bytes = 100", r"slots.slot_bytes: got 100, expected `int` >= 4096 \(bytes\)"),
         ("[slots]\nnum_slots = 0", "slots.num_slots: got 0, expected `int` >= 1"),
         ("slots = 3", "slots: got 3, expected a table"),
-        ("mode = 'pack'", "mode: got 'pack', expected one of packed, raw, serial"),
+        ("mode = 'pack'", "mode: got 'pack', expected one of auto, packed, raw, p2p, serial"),
         ("[transport]\nname = 'nixxl'", "transport.name: got 'nixxl', expected one of nixl, mooncake, loopback"),
         ("[transport.options]\na = [1]", "transport.options: got {'a': \\[1\\]}"),
         ("peer_timeout_s = 0", r"peer_timeout_s: got 0, expected `float` > 0.0 \(seconds\)"),
