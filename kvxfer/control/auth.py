@@ -76,8 +76,8 @@ def read_secret_key(path: Path) -> str:
 
 
 class AllowList:
-    """The public keys that may connect, from a file: one a line, a comment behind it. Lines that begin with "# " are
-    comments as well. An empty list lets nobody in."""
+    """The public keys that may connect, from a file: one a line, maybe a comment behind it. Lines that begin with "#"
+    are comments as well. An empty list lets nobody in."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises `ConfigError`."""
@@ -138,10 +138,12 @@ def _key_lines(path: Path, name: str, max_bytes: int, *, forbidden_mode: int, re
     try:
         # Without O_NONBLOCK a pipe in the file's place would hold the agent up for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
-            info = os.fstat(fd)
-            _check_file(path, name, info, forbidden_mode, remedy)
-            data = file.read(max_bytes + 1)
+        try:
+            _check_file(path, name, os.fstat(fd), forbidden_mode, remedy)
+            with open(fd, "rb", closefd=False) as file:
+                data = file.read(max_bytes + 1)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise ConfigError(f"{name}: {path}: cannot be read: {error.strerror}") from error
     if len(data) > max_bytes:
@@ -151,8 +153,8 @@ def _key_lines(path: Path, name: str, max_bytes: int, *, forbidden_mode: int, re
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: {path}: is no text: {error.reason} at byte {error.start}") from error
     lines = enumerate((line.strip() for line in text.splitlines()), start=1)
-    # Keys may begin with "#" themselves, but none has a space behind it.
-    return [(number, line.split()[0]) for number, line in lines if line and line != "#" and not line.startswith("# ")]
+    # No key begins with "#": five characters that do stand for more than 2^32.
+    return [(number, line.split()[0]) for number, line in lines if line and not line.startswith("#")]
 
 
 def _check_file(path: Path, name: str, info: os.stat_result, forbidden_mode: int, remedy: str) -> None:

@@ -1,0 +1,170 @@
+"""Strangers at a prefill agent's port: they get nowhere, they are counted, and the next peer is served."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from kvxfer.control.channel import REMOTE, Selector
+from kvxfer.control.peer_channel import Connection, Credentials, PeerListener, new_keys
+from tests.control.waiting import CONNECTOR, INCARNATION, LISTENER, connect, next_frame, num_descriptors, port_of
+
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"
+"""The head of ZMTP 3.1's greeting: signature, version."""
+
+
+@pytest.fixture
+def peers() -> Iterator[PeerListener]:
+    """A listener that still serves after the test, and leaves nothing behind."""
+    before = num_descriptors()
+    with PeerListener("127.0.0.1", 0, LISTENER) as listener:
+        yield listener
+        with connect(listener.endpoint) as connection:
+            connection.send(REMOTE, b"hello")
+            assert next_frame(listener) == (INCARNATION.encode(), b"hello")
+    assert num_descriptors() == before
+
+
+def _until(listener: PeerListener, done: Callable[[], bool], timeout_s: float = 5) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline_s, listener.counts
+        Selector([listener]).wait(0.1)
+        assert listener.receive() is None
+
+
+def _say(listener: PeerListener, data: bytes) -> bytes:
+    """Send `data`, hang up; what came back before that."""
+    with socket.create_connection(("127.0.0.1", port_of(listener)), timeout=5) as client:
+        heard = b""
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            client.sendall(data)
+            client.settimeout(0.05)
+            while part := client.recv(4096):
+                heard += part
+    return heard
+
+
+def test_http_is_counted_as_a_stranger(peers: PeerListener) -> None:
+    for _ in range(3):
+        heard = _say(peers, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 50)
+        assert len(heard) <= 64  # our greeting at most, no answer
+    _until(peers, lambda: peers.counts.num_strangers == 3)
+    assert (peers.counts.num_accepted, peers.counts.num_admitted, peers.counts.num_failed) == (3, 0, 0)
+
+
+def test_silence_and_half_a_greeting_are_counted(peers: PeerListener) -> None:
+    _say(peers, b"")
+    _say(peers, GREETING[:6])
+    _until(peers, lambda: peers.counts.num_failed + peers.counts.num_strangers == 2)
+
+
+@pytest.mark.parametrize("kind", [zmq.DEALER, zmq.REQ, zmq.PUSH, zmq.ROUTER])
+def test_plain_zmq_gets_nothing_through(peers: PeerListener, kind: int) -> None:
+    with zmq.Context() as context, context.socket(kind) as stranger:
+        stranger.linger = 0
+        if kind == zmq.DEALER:
+            stranger.routing_id = INCARNATION.encode()
+        stranger.connect(peers.endpoint)
+        with contextlib.suppress(zmq.Again):  # a ROUTER does not even know whom to send to
+            stranger.send_multipart([b"x", b"hello"], zmq.DONTWAIT)
+        _until(peers, lambda: peers.counts.num_failed == 1)
+    assert peers.counts.num_admitted == 0
+    assert peers.dropped == 0
+
+
+def test_the_oldest_protocol_of_zmq_is_no_way_round(peers: PeerListener) -> None:
+    """Version 1 has no greeting and no security: a length, a name, a length, a message."""
+    name, message = INCARNATION.encode(), b"hello"
+    _say(peers, bytes([len(name) + 1, 0]) + name + bytes([len(message) + 1, 0]) + message)
+    _until(peers, lambda: peers.counts.num_strangers == 1)
+    assert peers.counts.num_admitted == 0
+
+
+@pytest.mark.parametrize("mechanism", [b"NULL", b"PLAIN", b"CURVE"])
+def test_a_handshake_by_hand_without_keys(peers: PeerListener, mechanism: bytes) -> None:
+    greeting = GREETING + mechanism.ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    _say(peers, greeting + b"\x04" + bytes([len(ready)]) + ready + b"\x00\x05hello")
+    _until(peers, lambda: peers.counts.num_failed == 1)
+    assert peers.counts.num_admitted == 0
+
+
+def test_a_name_that_is_no_incarnation_is_dropped(peers: PeerListener) -> None:
+    for name in ("x", INCARNATION.upper(), INCARNATION + "0"):
+        with Connection(peers.endpoint, name, CONNECTOR, LISTENER.keys.public) as connection:
+            connection.send(REMOTE, b"hello")
+            _until(peers, lambda expected=peers.dropped + 1: peers.dropped == expected)  # type: ignore[misc]
+
+
+def test_many_connections_at_once_do_not_keep_others_out(peers: PeerListener) -> None:
+    """Idle ones, which ZMQ ends after its handshake time, are not waited for."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port_of(peers)), timeout=5))
+        with connect(peers.endpoint, "cd" * 16) as connection:
+            began_s = time.monotonic()
+            connection.send(REMOTE, b"hello")
+            assert next_frame(peers)[1] == b"hello"
+            assert time.monotonic() - began_s < 2
+    _until(peers, lambda: peers.counts.num_failed + peers.counts.num_strangers == 100)
+
+
+def test_strangers_cost_no_memory(peers: PeerListener) -> None:
+    """Descriptors and memory are back when they are gone."""
+    random_bytes = itertools.cycle(os.urandom(1 << 10) for _ in range(16))
+
+    def annoy(num_times: int) -> None:
+        total = peers.counts.num_failed + peers.counts.num_strangers + num_times
+        for _ in range(num_times):
+            with socket.create_connection(("127.0.0.1", port_of(peers)), timeout=5) as client:
+                client.sendall(next(random_bytes))
+            peers.receive()
+        _until(peers, lambda: peers.counts.num_failed + peers.counts.num_strangers == total)
+
+    annoy(200)
+    descriptors, rss_bytes = num_descriptors(), _rss_bytes()
+    annoy(800)
+    assert num_descriptors() <= descriptors
+    assert _rss_bytes() - rss_bytes < 1 << 20
+
+
+def test_unlisted_keys_under_a_flood_are_noted_up_to_a_bound(peers: PeerListener) -> None:
+    with PeerListener("127.0.0.1", 0, Credentials(LISTENER.keys, _Nobody())) as closed:  # type: ignore[arg-type]
+        for _ in range(20):
+            with Connection(closed.endpoint, INCARNATION, Credentials(new_keys()), LISTENER.keys.public) as connection:
+                _until_refused(connection, closed)
+        assert len(closed.news()) == 16
+        assert closed.counts.num_refused >= 20
+    assert peers.counts.num_refused == 0
+
+
+class _Nobody:
+    """An allow-list without anybody."""
+
+    def __contains__(self, key: object) -> bool:
+        return False
+
+    def reload(self) -> None:
+        return None
+
+
+def _until_refused(connection: Connection, listener: PeerListener) -> None:
+    deadline_s = time.monotonic() + 5
+    while not connection.refusal:
+        assert time.monotonic() < deadline_s
+        Selector([connection, listener]).wait(0.1)
+        assert listener.receive() is None
+        connection.receive()
+
+
+def _rss_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
