@@ -52,7 +52,7 @@ def decode_metadata(data: bytes, transport: str) -> Metadata:
         raise ProtocolError(f"metadata: got {len(data)} bytes, expected at most {_MAX_METADATA_BYTES}")
     try:
         metadata = _decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"metadata of {len(data)} bytes: {error}") from error
     if metadata.version != _VERSION or metadata.transport != transport:
         raise ProtocolError(

@@ -174,7 +174,7 @@ def _receive_reply(connection: socket.socket, deadline_s: float) -> PoolAccepted
         raise HandoffError(f"reply: got {num_bytes} bytes, expected at most {MAX_HEADER_BYTES}")
     try:
         return _reply_decoder.decode(_receive_exactly(connection, num_bytes, deadline_s))
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise HandoffError(f"reply: {error}") from error
 
 

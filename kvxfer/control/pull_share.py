@@ -157,7 +157,7 @@ class PullListener:
         _, uid, _ = _CREDENTIALS.unpack(credentials)
         try:
             request = _request_decoder.decode(packet)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             return f"pull request: {error}"
         problem = None
         if uid not in (os.geteuid(), 0):
@@ -262,7 +262,7 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 def _parse_answer(packet: bytes, fds: list[int], flags: int) -> SharedPool:
     try:
         answer = _answer_decoder.decode(packet)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise HandoffError(f"pull answer: {error}") from error
     if isinstance(answer, PullRefusal):
         raise HandoffError(f"pull: refused: {answer.detail}")

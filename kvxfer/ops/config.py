@@ -150,7 +150,7 @@ def _load(path: Path, kind: type[_Config]) -> _Config:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not TOML, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or tables within tables without end
         raise ConfigError(f"{path}: is no TOML file: {error}") from error
     _check_keys(path, "", table, kind)
     try:

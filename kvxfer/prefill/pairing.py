@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvxfer.control.messages import PROTOCOL_VERSION, Hello, PathFigures, Refused
-from kvxfer.errors import PairingError, RefusedError, TransportError
+from kvxfer.errors import PairingError, ProtocolError, RefusedError, TransportError
 from kvxfer.layout import Placement, PoolLayout
 from kvxfer.prefill.leg import PeerInfo
 from kvxfer.routes import match_layouts
@@ -94,7 +94,7 @@ class Prober:
             self._transport.drop_peer(hello.incarnation)
             self._transport.add_peer(hello.incarnation, hello.metadata)
             self._next(_Probe(hello, info))
-        except TransportError as error:
+        except (TransportError, ProtocolError) as error:  # also metadata that cannot be read
             return _unpaired(hello, str(error))
         return None
 
