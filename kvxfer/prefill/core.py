@@ -92,8 +92,7 @@ class PrefillCore:
 
     def fail_all(self, reason: Reason, detail: str, now: float) -> None:
         """End every transfer without success."""
-        for transfer in list(self.transfers.values()):
-            self._life.fail(transfer, reason, detail, now)
+        self._life.fail_all(list(self.transfers.values()), reason, detail, now)
 
     def new_ticket(self, transfer: str, deadline_s: float, now: float) -> None:
         """The worker asked for a ticket; its grants may come from now on."""

@@ -179,12 +179,18 @@ class Lifecycle:
 
     def fail(self, transfer: Transfer, reason: Reason, detail: str, now: float) -> None:
         """End the transfer without success: every live leg stops. Does nothing to one that is ending already."""
-        if transfer.reason is None and not transfer.has_ended:
-            transfer.reason, transfer.detail = reason, detail[:MAX_DETAIL]
-            for leg in transfer.legs.values():
-                if leg.is_live:
-                    self.stop(leg, reason, transfer.detail)
-        self.advance(transfer, now)
+        self.fail_all([transfer], reason, detail, now)
+
+    def fail_all(self, transfers: list[Transfer], reason: Reason, detail: str, now: float) -> None:
+        """`fail` for each, but all stop first: a slot that one gives back goes to none of the others."""
+        for transfer in transfers:
+            if transfer.reason is None and not transfer.has_ended:
+                transfer.reason, transfer.detail = reason, detail[:MAX_DETAIL]
+                for leg in transfer.legs.values():
+                    if leg.is_live:
+                        self.stop(leg, reason, transfer.detail)
+        for transfer in transfers:
+            self.advance(transfer, now)
 
     def give_up(self, peer: str, abort: AbortLeg, now: float) -> None:
         """A decode agent gave a transfer up before its grant: its worker hears of it now, or when it submits."""
