@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from kvxfer.control.messages import AbortLeg
 from kvxfer.decode.receive import Receive, ReceiveLeg
 from kvxfer.prefill.leg import Leg, PeerInfo
 from kvxfer.prefill.peers import LegKey, Peer
@@ -25,7 +26,7 @@ class Bug(enum.Enum):
     GENERATION_NOT_CHECKED = "generation-not-checked"
     FINISHED_TOO_EARLY = "finished-too-early"
     REPACKED_ON_UNKNOWN = "repacked-on-unknown"
-    NO_TOMBSTONE = "no-tombstone"
+    NO_TOMBSTONE = "no-tombstone"  # an abort that finds no leg leaves nothing behind
     QUIESCED_COUNTS_POSTED = "quiesced-counts-posted"
     TERMINAL_BEFORE_DRAINED = "terminal-before-drained"
 
@@ -49,7 +50,11 @@ def plant_in_prefill(bug: Bug | None, agent: SimPrefill) -> None:
                 agent.core.peers[info.incarnation] = _ForgetfulPeer(info)
                 life.sender.num_peers = len(agent.core.peers)
 
+            def give_up(peer: str, abort: AbortLeg, now: float) -> None:
+                pass
+
             _replace(agent.core, "peer_paired", peer_paired)
+            _replace(life, "give_up", give_up)
         case Bug.QUIESCED_COUNTS_POSTED:
 
             def quiesce(leg: Leg, now: float) -> None:
