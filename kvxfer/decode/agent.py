@@ -106,16 +106,16 @@ class DecodeAgent:
         self._links.tick(now)
         self._core.tick(now)
         if self._core.may_renew_slots:
-            self._renew_slots()
+            self._renew_slots(now)
 
-    def _renew_slots(self) -> None:
+    def _renew_slots(self, now: float) -> None:
         """Take other memory for the landing slots and tell every peer, before any credit for it goes out."""
         try:
             self._sidecar.renew_slots()
         except (TransportError, OSError):
             self._sidecar.log.exception("cannot replace quarantined slots")
             return
-        self._links.renew_region()
+        self._links.renew_region(now)
         self._core.rotated()
 
     def perform(self, now: float) -> None:

@@ -185,7 +185,9 @@ class DecodeCore:
                 leg.finished = message
                 self._life.advance(receive, now)
             case LegFailed():
-                self._life.fail(receive, message.reason, f"prefill agent: {message.detail}", now)
+                by_peer = message.reason is Reason.ABORTED_BY_WORKER  # by the other side's, that is
+                reason = Reason.ABORTED_BY_PEER if by_peer else message.reason
+                self._life.fail(receive, reason, f"prefill agent: {message.detail or reason.value}", now)
             case Quiesced():
                 self._outbox.append(
                     SendToPeer(leg.source.incarnation, QuiescedAck(transfer=leg.transfer, generation=leg.generation))

@@ -52,13 +52,19 @@ class SourceLinks:
         if peer is not None and not peer.send(message):
             self.lose(incarnation, Reason.PEER_LOST, "does not take messages", now)
 
-    def renew_region(self) -> None:
+    def renew_region(self, now: float) -> None:
         """The landing slots have moved: tell every prefill agent, before any credit for them goes out."""
         region = self._sidecar.region
         metadata = self._sidecar.transport.metadata()
         message = NewRegion(metadata=metadata, region_id=region.region_id, region_bytes=region.num_bytes)
-        for peer in self._peers.values():
-            peer.renew_region(message)
+        for incarnation, peer in list(self._peers.items()):
+            if peer.is_paired:
+                peer.send(message)
+                continue
+            # It may refuse us for the old region: on a new connection that answer goes nowhere.
+            del self._peers[incarnation]
+            self._hang_up(peer)
+            self.pair(peer.source, now)
 
     def close(self) -> None:
         for peer in self._peers.values():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
 from kvxfer.control.channel import REMOTE
 from kvxfer.control.codec import encode
-from kvxfer.control.messages import DecodeToPrefill, Hello, NewRegion, Source, Welcome
+from kvxfer.control.messages import DecodeToPrefill, Hello, Source, Welcome
 from kvxfer.control.peer_channel import Connection
 from kvxfer.control.pull_share import PullConnection, SharedPool
 from kvxfer.decode.receive import SourceInfo
@@ -47,14 +45,6 @@ class PrefillPeer:
         if self.hello_at is not None and now >= self.hello_at:
             self.hello_at = None
             self.send(self.hello)
-
-    def renew_region(self, message: NewRegion) -> None:
-        """The landing slots have moved: what was said in hello holds for the new region from now on."""
-        self.hello = msgspec.structs.replace(
-            self.hello, metadata=message.metadata, region_id=message.region_id, region_bytes=message.region_bytes
-        )
-        # One that has not agreed yet may have read the old hello: it gets the new one as a fresh start.
-        self.send(message if self.is_paired else self.hello)
 
     def begin_pull(self, welcome: Welcome, now: float) -> None:
         """Ask for the source's pool. Raises `HandoffError` where it is not to be had on this host."""

@@ -271,6 +271,15 @@ def test_a_failed_scatter_fails_the_transfer() -> None:
     driver.assert_idle()
 
 
+def test_an_abort_of_the_prefill_worker_is_a_failure_here() -> None:
+    """`aborted` is for the worker that asked for it."""
+    driver = DecodeDriver()
+    source = driver.pair()
+    transfer = driver.open((source,), 4)
+    driver.leg_failed(source, transfer, Reason.ABORTED_BY_WORKER)
+    assert driver.ends(transfer) == [(EventKind.FAILED, Reason.ABORTED_BY_PEER)]
+
+
 @pytest.mark.parametrize("state", ["pairing", "granted", "credited", "scattering", "all scattering"])
 @pytest.mark.parametrize("cause", ["worker", "deadline", "peer lost", "source failed", "worker lost", "shutdown"])
 def test_any_end_at_any_state(state: str, cause: str) -> None:
