@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import signal
 import socket
@@ -100,6 +101,13 @@ def test_demo_of_an_empty_prompt(environment: dict[str, str], tmp_path: Path) ->
     assert (result["tokens"], result["bytes"], result["verified"], result["tokens_match"]) == (0, 0, True, True)
 
 
+def test_demo_without_torch_says_what_is_missing(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    options = ("--transport", "loopback", "--ranks", "1")
+    error = _run(environment | {"PYTHONPATH": str(tmp_path)}, "demo", *options, status=1).stderr
+    assert error == "kvxfer: prefill-worker: the model needs torch, which is not installed: pip install torch\n"
+
+
 # ---- bench transfer ----
 
 _SHAPES = [
@@ -147,6 +155,19 @@ def test_bench_compares_modes(environment: dict[str, str]) -> None:
 @pytest.mark.mooncake
 def test_bench_over_mooncake(environment: dict[str, str]) -> None:
     assert _bench(environment, "--transport", "mooncake", "--dcp", "2", "--tokens", "300")["verified"] is True
+
+
+def test_steps_are_shown_on_a_terminal(environment: dict[str, str]) -> None:
+    ours, theirs = pty.openpty()
+    command = [*KVXFER, "bench", "transfer", "--transport", "loopback", "--tokens", "1", "--repeat", "1", "--json"]
+    try:
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=theirs, timeout=100, check=True)
+        shown = os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert json.loads(done.stdout)["verified"] is True
+    assert "packed: starting agents" in shown
 
 
 # ---- agents ----

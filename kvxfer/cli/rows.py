@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -33,13 +35,17 @@ def _file_rows(source: FileRows) -> ByteArray:
 
 def _pattern_rows(source: PatternRows, layer_idx: int) -> ByteArray:
     """Each row is a window into one block of random bytes, at an offset that hashes layer and token."""
-    rng = np.random.default_rng(source.seed)
-    block = rng.integers(0, 256, _PATTERN_BYTES + source.row_bytes, dtype=np.uint8)
+    block = _random_bytes(source.seed, _PATTERN_BYTES + source.row_bytes)
     tokens = np.arange(source.num_tokens, dtype=np.uint64) + np.uint64((layer_idx << 32) + 1)
     # Fibonacci hashing: multiply by 2^64 / golden ratio, keep the upper bits.
     offsets = (tokens * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - 22)
     rows: ByteArray = np.lib.stride_tricks.sliding_window_view(block, source.row_bytes)[offsets]
     return rows
+
+
+@functools.cache
+def _random_bytes(seed: int, num_bytes: int) -> ByteArray:
+    return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
 
 
 def write_rows(pool: ByteArray, group: Group, pages: list[int], source: RowSource) -> None:
