@@ -21,9 +21,10 @@ from kvxfer.control.doorkeeper import ZAP_DOMAIN, DoorCounts, Doorkeeper
 from kvxfer.errors import ConfigError, ControlError, ProtocolError
 
 MAX_PEER_FRAME_BYTES = 8 << 20
-"""Frames between agents are smaller than a worker's: no page list ever leaves its side."""
+"""Frames between agents are smaller than a worker's; only a pull names pages across sides."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
 _MAX_NAMES = 4096
+_MAX_UNREAD_MESSAGES = 256
 _MAX_FAILED_HANDSHAKES = 3
 
 
@@ -111,6 +112,8 @@ class PeerListener(Channel):
 
     def _set_options(self) -> None:
         super()._set_options()
+        # Of each peer; more wait on its side. ZMQ counts messages, whatever their length.
+        self._socket.rcvhwm = _MAX_UNREAD_MESSAGES
         # A peer that lost its connection comes back under the same name; the old one may not have ended yet.
         self._socket.router_handover = 1
         self._socket.curve_server = 1
