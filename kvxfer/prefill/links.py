@@ -38,7 +38,6 @@ class _Peer:
     """A decode agent that has said hello, and the connection on which it did."""
 
     sender: bytes
-    key: str  # public, proven
     hello: Hello
     heard_at: float
     pinged_at: float = 0.0
@@ -101,9 +100,7 @@ class PeerLinks:
             self._listener.send(sender, encode(NotReady()))
             return
         self._forget(self._names.get(sender, ""), Reason.PEER_LOST, now)
-        key = self._listener.key_of(sender)
         try:
-            self._check_key(hello.incarnation, key)
             info = check_hello(
                 hello,
                 incarnation=self._sidecar.incarnation,
@@ -118,17 +115,11 @@ class PeerLinks:
             self._listener.send(sender, encode(refusal))
             return
         self._forget(hello.incarnation, Reason.PEER_LOST, now)
-        self._peers[hello.incarnation] = _Peer(sender, key, hello, now)
+        self._peers[hello.incarnation] = _Peer(sender, hello, now)
         self._names[sender] = hello.incarnation
         unpaired = self._prober.begin(hello, info)
         if unpaired is not None:
             self._unpaired(unpaired, now)
-
-    def _check_key(self, incarnation: str, key: str) -> None:
-        """Raise `RefusedError` where somebody else is paired as `incarnation`."""
-        known = self._peers.get(incarnation)
-        if known is not None and known.key != key:
-            raise RefusedError("is paired already, under another key", Reason.PEER_REFUSED, "incarnation")
 
     def _renew_region(self, peer: str, message: NewRegion, now: float) -> None:
         """The peer's landing slots have moved; no credit for the old ones is out."""
