@@ -12,6 +12,7 @@ KvxferError
 │   ├── RefusedError       the agent refused a request: carries its reason
 │   ├── AgentLostError     the agent is gone or does not answer
 │   └── ControlTimeoutError  no answer within the caller's time-out (also a TimeoutError)
+├── IntegrityError         bytes changed on their way: names the place
 └── TransportError         a transfer engine
     ├── EngineMissingError   the engine or a system library is not installed: names the package
     ├── PeerLostError        the peer is gone
@@ -84,6 +85,10 @@ class AgentLostError(ControlError):
 
 class ControlTimeoutError(ControlError, TimeoutError):
     """No answer came within the caller's time-out."""
+
+
+class IntegrityError(KvxferError):
+    """A segment's bytes are not those that its source packed; the message names the place."""
 
 
 class TransportError(KvxferError):

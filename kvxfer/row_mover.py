@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from kvxfer.errors import IntegrityError
 from kvxfer.operations import CancelFlag
 
 
@@ -21,6 +22,8 @@ class Moved:
     busy_s: float
     error: str | None
     was_begun: bool
+    result: object = None  # what the move returned
+    is_corrupt: bool = False  # the bytes to be moved were not those announced
 
 
 class RowMover:
@@ -56,24 +59,25 @@ class RowMover:
             os.close(self._event_fd)
             self._event_fd = -1
 
-    def _ended(self, operation: int, segment: int, future: Future[float | None]) -> None:
+    def _ended(self, operation: int, segment: int, future: Future[tuple[float, object] | None]) -> None:
         """Whatever a move raised ends it: one whose end is never reported would hold its transfer for ever."""
         if future.cancelled():
             return  # the mover is being closed
         problem = future.exception()
         if problem is not None:
-            moved = Moved(operation, 0.0, f"segment {segment}: {type(problem).__name__}: {problem}", True)
+            error = f"segment {segment}: {type(problem).__name__}: {problem}"
+            moved = Moved(operation, 0.0, error, True, is_corrupt=isinstance(problem, IntegrityError))
         else:
-            busy_s = future.result()
-            moved = Moved(operation, busy_s or 0.0, None, busy_s is not None)
+            ran = future.result()
+            moved = Moved(operation, 0.0, None, False) if ran is None else Moved(operation, ran[0], None, True, ran[1])
         self._moved.append(moved)
         os.eventfd_write(self._event_fd, 1)
 
 
-def _run(cancel: CancelFlag, move: Callable[[], object]) -> float | None:
-    """Seconds that the move took; None where it was cancelled in time."""
+def _run(cancel: CancelFlag, move: Callable[[], object]) -> tuple[float, object] | None:
+    """Seconds that the move took, and what it returned; None where it was cancelled in time."""
     if cancel.is_set:
         return None
     began_s = time.perf_counter()
-    move()
-    return time.perf_counter() - began_s
+    result = move()
+    return time.perf_counter() - began_s, result

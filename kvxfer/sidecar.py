@@ -23,15 +23,13 @@ from kvxfer.control.ids import new_id
 from kvxfer.control.messages import AttachWorker, Message, Refused, TransferEvent, WorkerReply
 from kvxfer.errors import KvxferError, RefusedError
 from kvxfer.layout import PoolLayout
-from kvxfer.memory import HostMemory
 from kvxfer.ops.config import SlotConfig, TransportConfig
 from kvxfer.row_mover import RowMover
 from kvxfer.rows_host import ByteArray
-from kvxfer.transports.base import Region
+from kvxfer.slot_memory import SlotMemory
 from kvxfer.transports.registry import create_transport
 
 TICK_S = 0.1
-PROBE_BYTES = 1 << 20
 MAX_MESSAGES_PER_TURN = 512
 
 
@@ -57,26 +55,6 @@ class Agent(Protocol):
     def perform(self, now: float) -> None:
         """Perform every action of the core, and those that follow from them."""
         ...
-
-
-class Slots:
-    """An agent's slots in one registered memory, and a probe area behind them."""
-
-    def __init__(self, config: SlotConfig) -> None:
-        self.num_slots = config.num_slots
-        self.slot_bytes = config.slot_bytes
-        self.probe_offset_bytes = config.num_slots * config.slot_bytes
-        self.memory = HostMemory.create(self.probe_offset_bytes + PROBE_BYTES, "kvxfer-slots")
-        self.memory.array[:: os.sysconf("SC_PAGESIZE")] = 0  # back it now: a first touch in a transfer costs more
-        self.region = Region(self.memory.address, self.memory.num_bytes, self.memory.fd)
-
-    def view(self, slot: int) -> ByteArray:
-        """`[slot_bytes]` uint8 of one slot."""
-        return self.memory.array[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
-
-    def address(self, slot: int) -> int:
-        """Virtual address of a slot's first byte."""
-        return self.memory.address + slot * self.slot_bytes
 
 
 class Sidecar:
@@ -112,7 +90,7 @@ class Sidecar:
             stack.callback(self._workers.close)
             self._handoffs = HandoffListener(socket_dir)
             stack.callback(self._handoffs.close)
-            self.slots = Slots(slots)
+            self.slots = SlotMemory(slots)
             stack.callback(lambda: self.slots.memory.close())
             options = dict(transport.options)
             if transport.interface:
@@ -134,7 +112,7 @@ class Sidecar:
 
         Raises `TransportError` or `OSError`, and changes nothing, where there is no more memory to be had.
         """
-        fresh = Slots(self._slot_config)
+        fresh = SlotMemory(self._slot_config)
         try:
             region = self.transport.register(fresh.region)
         except BaseException:

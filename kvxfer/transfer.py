@@ -25,6 +25,7 @@ class Reason(enum.Enum):
     GATHER_FAILED = "gather_failed"
     PULL_FAILED = "pull_failed"
     SCATTER_FAILED = "scatter_failed"
+    CORRUPT = "corrupt"
     INCOMPLETE = "incomplete"
     MISMATCH = "mismatch"
     WORKER_LOST = "worker_lost"

@@ -116,6 +116,8 @@ class Segment(LegMessage, frozen=True, kw_only=True):
     segment: Index
     slot: SlotIndex
     num_bytes: Counter
+    checksum: Annotated[bytes, msgspec.Meta(max_length=8)] = b""
+    """`integrity.bind` of the packed bytes, for a peer that verifies; otherwise empty."""
 
 
 class Finished(LegMessage, frozen=True, kw_only=True):
@@ -143,9 +145,9 @@ class Quiesced(LegMessage, frozen=True, kw_only=True):
 class LegStatus(LegMessage, frozen=True, kw_only=True):
     """Prefill to decode, answer to `Query`. `state` is a `transfer.LegState` value, or `"unknown"`.
 
-    `segments` are the (chunk, segment, slot, bytes) written so far, the newest at most.
+    `segments` are the notices of what was written so far, the newest at most.
     """
 
     state: Annotated[str, msgspec.Meta(max_length=32)]
-    segments: Annotated[tuple[tuple[Index, Index, SlotIndex, Counter], ...], msgspec.Meta(max_length=1 << 16)] = ()
+    segments: Annotated[tuple[Segment, ...], msgspec.Meta(max_length=1 << 13)] = ()
     finished: Finished | None = None

@@ -259,6 +259,8 @@ class Hello(MessageBase, frozen=True, kw_only=True):
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     probe_offset_bytes: Counter
     probe_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+    verify: bool = False
+    """Every packed segment must come with its checksum."""
 
 
 class NewRegion(MessageBase, frozen=True, kw_only=True):

@@ -5,25 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvxfer.addresses import BlockAddresses
-from kvxfer.control.messages import DecodeToPrefill, Source, TransferEvent
+from kvxfer.control.messages import DecodeToPrefill, Segment, Source, TransferEvent
 from kvxfer.operations import CancelFlag, SegmentSource
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Put a landed segment's rows into the worker's pages. Ends in `DecodeCore.scatter_ended`."""
+    """Put the rows of the landed segment that `notice` announced into the worker's pages. Ends in
+    `DecodeCore.scatter_ended`."""
 
     operation: int
-    slot: int
+    notice: Segment
     source: SegmentSource
-    segment: int
     cancel: CancelFlag
+
+    @property
+    def slot(self) -> int:
+        return self.notice.slot
+
+    @property
+    def segment(self) -> int:
+        return self.notice.segment
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
     """Copy a segment's rows straight out of the mapped pool of `peer` into the worker's pages, then look at the lease
-    (word, value): the rows count only while it holds. Ends in `DecodeCore.pull_ended`."""
+    (word, value): the rows count only while it holds. Ends in `DecodeCore.scatter_ended`."""
 
     operation: int
     peer: str

@@ -16,12 +16,11 @@ from kvxfer.control.messages import (
 from kvxfer.control.peer_channel import load_credentials
 from kvxfer.decode.actions import Notify, PairWith, Pull, Scatter, SendToPeer
 from kvxfer.decode.core import DecodeCore
-from kvxfer.decode.landing import pull_segment
+from kvxfer.decode.landing import land_segment, pull_segment
 from kvxfer.decode.links import SourceLinks
 from kvxfer.errors import RefusedError, TransportError
 from kvxfer.layout import PoolLayout
 from kvxfer.ops.config import DecodeConfig
-from kvxfer.rows_host import scatter_segment
 from kvxfer.sidecar import Sidecar
 from kvxfer.slots import LANDING_MOVES, SlotTable
 from kvxfer.transfer import Reason
@@ -36,6 +35,7 @@ class DecodeAgent:
         """Listen for the worker, make the slots, start the engine. Raises `ConfigError`, `EngineMissingError`,
         `TransportError`."""
         credentials = load_credentials(config.security.key_file, config.security.allowed_keys_file)
+        self._verify = config.verify == "full"
         self._sidecar = Sidecar(
             self,
             role="decode",
@@ -138,7 +138,8 @@ class DecodeAgent:
         source = scatter.source
         slot = self._sidecar.slots.view(scatter.slot)
         pool = self._sidecar.pool_array()
-        move = partial(scatter_segment, pool, source.plan, source.addresses, scatter.segment, slot)
+        must_verify = self._verify or bool(scatter.notice.checksum)
+        move = partial(land_segment, pool, source, scatter.notice, slot, must_verify)
         self._sidecar.mover.submit(scatter.operation, scatter.segment, scatter.cancel, move)
 
     def _pull(self, pull: Pull, now: float) -> None:
@@ -161,4 +162,4 @@ class DecodeAgent:
 
     def _poll_scatters(self, now: float) -> None:
         for moved in self._sidecar.mover.poll():
-            self._core.scatter_ended(moved.operation, now, moved.busy_s, moved.error)
+            self._core.scatter_ended(moved.operation, now, moved.busy_s, moved.error, is_corrupt=moved.is_corrupt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvxfer.addresses import BlockAddresses, PageTable, check_pages, resolve
-from kvxfer.control.messages import Chunk, LegStatus, PullChunk, Segment
+from kvxfer.control.messages import Chunk, PullChunk, Segment
 from kvxfer.control.pages import decode_pages
 from kvxfer.decode.receive import NO_PAGES, Receive, ReceivedChunk, ReceiveLeg
 from kvxfer.errors import LayoutError
@@ -48,21 +48,6 @@ def source_addresses(leg: ReceiveLeg, message: PullChunk, chunk: ReceivedChunk) 
         check_pages(layout.groups[group.src_idx], layout.shard, token_range, pages)
         tables.append(PageTable(token_range, pages))
     return resolve(chunk.source.plan, route, "src", layout, tuple(tables))
-
-
-def lost_notices(status: LegStatus) -> list[Segment]:
-    """The notices of the segments that a status lists: those that came already change nothing."""
-    return [
-        Segment(
-            transfer=status.transfer,
-            generation=status.generation,
-            chunk=chunk,
-            segment=segment,
-            slot=slot,
-            num_bytes=num_bytes,
-        )
-        for chunk, segment, slot, num_bytes in status.segments
-    ]
 
 
 def segment_problem(chunk: ReceivedChunk | None, message: Segment) -> str | None:

@@ -7,9 +7,7 @@ beside it abort, deadline and lost peers. What becomes of a transfer lies in `de
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
-from kvxfer.addresses import BlockAddresses
 from kvxfer.control.messages import (
     Chunk,
     Finished,
@@ -18,30 +16,20 @@ from kvxfer.control.messages import (
     Open,
     PrefillToDecode,
     PullChunk,
-    Pulled,
     Quiesced,
     QuiescedAck,
     Segment,
     Want,
 )
-from kvxfer.decode.actions import Action, PairWith, Pull, Scatter, SendToPeer
-from kvxfer.decode.chunks import lost_notices, plan_received, segment_problem, source_addresses
+from kvxfer.decode.actions import Action, PairWith, SendToPeer
+from kvxfer.decode.chunks import plan_received, segment_problem, source_addresses
 from kvxfer.decode.lifecycle import Lifecycle
+from kvxfer.decode.moves import Moves
 from kvxfer.decode.receive import Receive, ReceiveLeg, SourceInfo, accept_open
 from kvxfer.errors import LayoutError, RefusedError
 from kvxfer.layout import PoolLayout
 from kvxfer.slots import SlotState, SlotTable
 from kvxfer.transfer import Reason
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """Rows on their way into pages, out of a landing slot or, where `slot` is None, out of the source's pool."""
-
-    receive: Receive
-    leg: ReceiveLeg
-    chunk: int
-    slot: int | None
 
 
 class DecodeCore:
@@ -54,8 +42,7 @@ class DecodeCore:
         self.layout: PoolLayout | None = None
         self.refused: Counter[str] = Counter()
         """Messages that were dropped, by what was wrong with them."""
-        self._moves: dict[int, _Move] = {}  # by operation
-        self._num_operations = 0
+        self._moves = Moves(self._life, self._outbox)
         self._num_opened = 0
 
     @property
@@ -66,7 +53,7 @@ class DecodeCore:
     @property
     def num_touching_pool(self) -> int:
         """Operations that may write the worker's pool."""
-        return len(self._moves)
+        return self._moves.num_running
 
     def take_actions(self) -> list[Action]:
         """What to do now, in order."""
@@ -203,7 +190,7 @@ class DecodeCore:
             self._life.close(leg, frozenset(leg.credits))
             self._life.fail(receive, Reason.STALE, "prefill agent: does not know the leg", now)
             return
-        for notice in lost_notices(message):
+        for notice in message.segments:
             self._segment(receive, leg, notice, now)
         if message.finished is not None and leg.finished is None:
             leg.finished = message.finished
@@ -227,26 +214,8 @@ class DecodeCore:
         leg.num_bytes += chunk.source.plan.num_bytes
         leg.num_segments += chunk.source.plan.num_segments
         if isinstance(message, PullChunk):
-            self._pull(receive, leg, message, src_addresses)
+            self._moves.pull(receive, leg, message, src_addresses)
         self._life.advance(receive, now)
-
-    def _pull(
-        self, receive: Receive, leg: ReceiveLeg, message: PullChunk, src_addresses: tuple[BlockAddresses, ...]
-    ) -> None:
-        chunk = leg.chunks[message.chunk]
-        num_segments = chunk.source.plan.num_segments
-        chunk.has_come = bytearray(b"\1" * num_segments)
-        chunk.num_missing = 0
-        chunk.num_pulling = num_segments
-        lease = (message.lease_word, message.lease_value)
-        for segment in range(num_segments):
-            self._num_operations += 1
-            receive.num_scattering += 1
-            self._moves[self._num_operations] = _Move(receive, leg, message.chunk, None)
-            peer = leg.source.incarnation
-            self._outbox.append(
-                Pull(self._num_operations, peer, chunk.source, src_addresses, segment, lease, receive.cancel)
-            )
 
     def _segment(self, receive: Receive, leg: ReceiveLeg, message: Segment, now: float) -> None:
         """A landing slot was filled. A repeated notice changes nothing; a false one ends the transfer."""
@@ -264,38 +233,16 @@ class DecodeCore:
             return
         chunk.has_come[message.segment] = 1
         chunk.num_missing -= 1
-        self._life.lender.begin_scatter(leg, message.slot)
-        self._num_operations += 1
-        receive.num_scattering += 1
-        self._moves[self._num_operations] = _Move(receive, leg, message.chunk, message.slot)
-        self._outbox.append(Scatter(self._num_operations, message.slot, chunk.source, message.segment, receive.cancel))
+        self._moves.scatter(receive, leg, chunk, message)
 
     # ---- ends of operations, time ----
 
-    def scatter_ended(self, operation: int, now: float, busy_s: float, error: str | None) -> None:
+    def scatter_ended(
+        self, operation: int, now: float, busy_s: float, error: str | None, *, is_corrupt: bool = False
+    ) -> None:
         """A scatter or a pull has ended after `busy_s` of work, was skipped because its flag was set, or failed with
         `error`."""
-        move = self._moves.pop(operation)
-        receive = move.receive
-        receive.num_scattering -= 1
-        receive.scatter_s += busy_s
-        if error is not None:
-            reason = Reason.PULL_FAILED if move.slot is None else Reason.SCATTER_FAILED
-            self._life.fail(receive, reason, error, now)
-        elif move.slot is None:
-            self._pulled(move)
-        self._life.advance(receive, now)
-        if move.slot is not None:
-            self._life.lender.end_scatter(move.slot)
-
-    def _pulled(self, move: _Move) -> None:
-        """One segment more was pulled; with its chunk's last one the source is told that its pages are read no more."""
-        leg = move.leg
-        chunk = leg.chunks[move.chunk]
-        chunk.num_pulling -= 1
-        if chunk.num_pulling == 0 and move.receive.is_open:
-            pulled = Pulled(transfer=leg.transfer, generation=leg.generation, chunk=move.chunk)
-            self._outbox.append(SendToPeer(leg.source.incarnation, pulled))
+        self._moves.ended(operation, now, busy_s, error, is_corrupt=is_corrupt)
 
     def rotated(self) -> None:
         """The engine object was replaced: nothing can write a quarantined slot any more. No credit may be out then:

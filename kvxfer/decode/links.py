@@ -23,7 +23,8 @@ from kvxfer.decode.pairing import HELLO_AGAIN_S, PrefillPeer
 from kvxfer.errors import HandoffError, LayoutError, ProtocolError, RefusedError
 from kvxfer.layout import PoolLayout
 from kvxfer.ops.config import DecodeConfig
-from kvxfer.sidecar import PROBE_BYTES, Sidecar
+from kvxfer.sidecar import Sidecar
+from kvxfer.slot_memory import PROBE_BYTES
 from kvxfer.transfer import Reason
 
 _PINGS_PER_TIMEOUT = 4
@@ -126,6 +127,7 @@ class SourceLinks:
             num_slots=sidecar.slots.num_slots,
             probe_offset_bytes=sidecar.slots.probe_offset_bytes,
             probe_bytes=PROBE_BYTES,
+            verify=self._config.verify == "full",
         )
 
     def _receive(self, peer: PrefillPeer, now: float) -> None:

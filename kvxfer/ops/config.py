@@ -86,7 +86,8 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One decode agent: number `dst_rank` of the `dst_world` agents of its decode group.
 
     `listen_host` is the address at which its engine is reached; the agent itself listens nowhere. `credits_per_leg` is
-    how many landing slots one leg may hold at a time. The rest as in `PrefillConfig`.
+    how many landing slots one leg may hold at a time. With `verify = "full"` every packed segment comes with a checksum
+    that is checked before its rows go into pages. The rest as in `PrefillConfig`.
     """
 
     socket_dir: _Filled
@@ -97,6 +98,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     transport: TransportConfig = TransportConfig()
     slots: SlotConfig = SlotConfig()
     credits_per_leg: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 4
+    verify: Literal["off", "full"] = "off"
     num_threads: _Threads = 2
     peer_timeout_s: _Positive = 5.0
     log_level: LogLevel = "info"

@@ -13,13 +13,17 @@ from kvxfer.operations import CancelFlag, SegmentSource
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Pack a segment's rows into a slot. Ends in `PrefillCore.gather_ended`."""
+    """Pack a segment's rows into a slot. Ends in `PrefillCore.gather_ended`.
+
+    With `wants_digest` the packed bytes' digest (`integrity.digest`) goes along.
+    """
 
     operation: int
     slot: int
     source: SegmentSource
     segment: int
     cancel: CancelFlag
+    wants_digest: bool = False
 
 
 @dataclass(frozen=True, slots=True)

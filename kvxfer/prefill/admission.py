@@ -13,6 +13,8 @@ def find_refusal(life: Lifecycle, peer: Peer, grant: Grant) -> tuple[Reason, str
     """Why a new grant cannot be served, or None."""
     if life.layout is None:
         return Reason.WORKER_LOST, "the prefill worker is gone"
+    if life.mode is Mode.RAW and peer.info.verify:
+        return Reason.PEER_REFUSED, "mode raw: it has no checksums, but the decode agent is set to verify"
     if life.mode is Mode.P2P and not grant.can_pull:
         return Reason.PEER_REFUSED, "mode p2p: the decode agent cannot map this pool; is it on another host?"
     num_groups = len(peer.info.route.groups)

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from kvxfer.addresses import BlockAddresses
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import (
     AbortTransfer,
@@ -22,6 +23,7 @@ from kvxfer.control.messages import (
 )
 from kvxfer.control.peer_channel import PeerListener, load_credentials
 from kvxfer.errors import RefusedError, TransportError
+from kvxfer.integrity import digest
 from kvxfer.layout import PoolLayout
 from kvxfer.ops.config import PrefillConfig
 from kvxfer.prefill.actions import Gather, Notify, SendToPeer, Write
@@ -29,7 +31,8 @@ from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.leg import Mode
 from kvxfer.prefill.links import PeerLinks
 from kvxfer.prefill.pull_server import PullServer
-from kvxfer.rows_host import gather_segment
+from kvxfer.rows_host import ByteArray, gather_segment
+from kvxfer.segments import ChunkPlan
 from kvxfer.sidecar import Sidecar
 from kvxfer.slots import SENDER_MOVES, SlotTable
 from kvxfer.transfer import Reason
@@ -191,7 +194,8 @@ class PrefillAgent:
         source = gather.source
         slot = self._sidecar.slots.view(gather.slot)
         pool = self._sidecar.pool_array()
-        move = partial(gather_segment, pool, source.plan, source.addresses, gather.segment, slot)
+        pack = _pack_with_digest if gather.wants_digest else gather_segment
+        move = partial(pack, pool, source.plan, source.addresses, gather.segment, slot)
         self._sidecar.mover.submit(gather.operation, gather.segment, gather.cancel, move)
 
     def _write(self, write: Write, now: float) -> None:
@@ -223,7 +227,10 @@ class PrefillAgent:
 
     def _poll_gathers(self, now: float) -> None:
         for moved in self._sidecar.mover.poll():
-            self._core.gather_ended(moved.operation, now, moved.busy_s, moved.error, was_begun=moved.was_begun)
+            packed_digest = moved.result if isinstance(moved.result, bytes) else b""
+            self._core.gather_ended(
+                moved.operation, now, moved.busy_s, moved.error, was_begun=moved.was_begun, digest=packed_digest
+            )
 
     def _poll_writes(self, now: float) -> None:
         for completion in self._sidecar.transport.poll():
@@ -235,3 +242,11 @@ class PrefillAgent:
                 # The engine has proven the bytes to be in the peer's memory: only now is the peer told.
                 self._links.send(write.peer, write.notice)
             self._core.write_ended(write.operation, completion.outcome, completion.detail, now)
+
+
+def _pack_with_digest(
+    pool: ByteArray, plan: ChunkPlan, addresses: tuple[BlockAddresses, ...], segment_idx: int, slot: ByteArray
+) -> bytes:
+    """`gather_segment`, and the digest of what it has packed."""
+    num_bytes = gather_segment(pool, plan, addresses, segment_idx, slot)
+    return digest(slot[:num_bytes])

@@ -25,8 +25,8 @@ from kvxfer.errors import RefusedError
 from kvxfer.layout import PoolLayout
 from kvxfer.prefill.actions import Action, SendToPeer
 from kvxfer.prefill.admission import find_refusal
-from kvxfer.prefill.leg import Leg, Mode, PeerInfo
-from kvxfer.prefill.lifecycle import Leases, Lifecycle
+from kvxfer.prefill.leg import Leases, Leg, Mode, PeerInfo
+from kvxfer.prefill.lifecycle import Lifecycle
 from kvxfer.prefill.peers import LegKey, Peer
 from kvxfer.prefill.transfer import Transfer
 from kvxfer.slots import SlotState, SlotTable
@@ -254,11 +254,13 @@ class PrefillCore:
 
     # ---- ends of operations, time ----
 
-    def gather_ended(self, operation: int, now: float, busy_s: float, error: str | None, *, was_begun: bool) -> None:
+    def gather_ended(
+        self, operation: int, now: float, busy_s: float, error: str | None, *, was_begun: bool, digest: bytes = b""
+    ) -> None:
         """A gather has ended. `error` says why it failed; `was_begun` is False where its flag was set in time."""
-        go_raw = error is not None and self._life.may_send_raw
+        go_raw = error is not None and self._life.may_send_raw and not self._life.sender.is_verified(operation)
         was_done = was_begun and error is None
-        legs = self._life.sender.gather_ended(operation, now, busy_s, was_done=was_done, go_raw=go_raw)
+        legs = self._life.sender.gather_ended(operation, now, busy_s, was_done=was_done, go_raw=go_raw, digest=digest)
         transfer = self.transfers[legs[0].transfer]  # a gather serves legs of one transfer
         if error is not None and not go_raw:
             self._life.fail(transfer, Reason.GATHER_FAILED, error, now)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from kvxfer.control.messages import Finished, Grant, PathFigures
+from kvxfer.control.messages import Finished, Grant, PathFigures, Segment
 from kvxfer.operations import CancelFlag, SegmentSource
 from kvxfer.routes import Route
 from kvxfer.transfer import LEG_MOVES, LegState
@@ -31,6 +32,19 @@ class PeerInfo:
     segment_bytes: int
     dst_world: int
     figures: PathFigures = field(default_factory=PathFigures)
+    verify: bool = False  # it wants a checksum with every segment
+
+
+class Leases(Protocol):
+    """Words in memory that peers read: `control.pull_share.LeaseTable`."""
+
+    def take(self) -> tuple[int, int] | None:
+        """A word and its value; None when all are in use."""
+        ...
+
+    def revoke(self, word: int) -> None:
+        """Make what is pulled under the word from now on void."""
+        ...
 
 
 @dataclass(slots=True)
@@ -65,6 +79,7 @@ class Packed:
     work: ChunkWork
     segment: int
     lease: Lease | None
+    digest: bytes = b""  # of the packed bytes, where a peer wants it
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +96,7 @@ class Leg:
     works: deque[ChunkWork] = field(default_factory=deque)  # with segments that hold no slot yet
     packed: deque[Packed] = field(default_factory=deque)
     credits: deque[int] = field(default_factory=deque)
-    written: list[tuple[int, int, int, int]] = field(default_factory=list)  # chunk, segment, landing slot, bytes
+    written: list[Segment] = field(default_factory=list)  # notices of what arrived
     unknown_slots: list[int] = field(default_factory=list)  # landing slots that a write may still reach
     finished: Finished | None = None
     num_chunks: int = 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from typing import Protocol
 
 from kvxfer.addresses import PageTable, count_runs, resolve
 from kvxfer.control.messages import (
@@ -26,7 +25,7 @@ from kvxfer.errors import LayoutError
 from kvxfer.layout import PoolLayout
 from kvxfer.operations import SegmentSource
 from kvxfer.prefill.actions import Action, Notify, SendToPeer
-from kvxfer.prefill.leg import ChunkWork, Leg, Mode
+from kvxfer.prefill.leg import ChunkWork, Leases, Leg, Mode
 from kvxfer.prefill.policy import choose_mode
 from kvxfer.prefill.sender import Sender
 from kvxfer.prefill.transfer import NO_PAGES, SubmittedChunk, Transfer
@@ -38,18 +37,6 @@ _log = logging.getLogger("kvxfer.prefill")
 
 MAX_ENDED = 4096
 MAX_DETAIL = 1000
-
-
-class Leases(Protocol):
-    """Words in memory that peers read: `control.pull_share.LeaseTable`."""
-
-    def take(self) -> tuple[int, int] | None:
-        """A word and its value; None when all are in use."""
-        ...
-
-    def revoke(self, word: int) -> None:
-        """Make what is pulled under the word from now on void."""
-        ...
 
 
 class Lifecycle:
@@ -119,7 +106,7 @@ class Lifecycle:
         """Settle the way of a leg with its first rows."""
         choice = choose_mode(
             can_pull=leg.grant.can_pull and leg.lease is not None,
-            may_send_raw=self.may_send_raw,
+            may_send_raw=self.may_send_raw and not leg.peer.verify,
             figures=leg.peer.figures,
             num_runs=num_runs,
             num_bytes=num_bytes,

@@ -26,7 +26,8 @@ from kvxfer.control.peer_channel import PeerListener, incarnation_of
 from kvxfer.errors import ProtocolError, RefusedError, TransportError
 from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.pairing import Paired, Prober, Unpaired, check_hello
-from kvxfer.sidecar import PROBE_BYTES, Sidecar
+from kvxfer.sidecar import Sidecar
+from kvxfer.slot_memory import PROBE_BYTES
 from kvxfer.transfer import Reason
 from kvxfer.transports.base import Completion
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvxfer.addresses import runs
 from kvxfer.control.messages import Segment, Want
+from kvxfer.integrity import bind
 from kvxfer.operations import SegmentSource
 from kvxfer.prefill.actions import Action, Gather, Runs, SendToPeer, Write
 from kvxfer.prefill.leg import ChunkWork, Lease, Leg, Mode, Packed
@@ -95,8 +96,12 @@ class Sender:
         while leg.packed and leg.credits and leg.state is LegState.ACTIVE:
             self._write(leg, leg.packed.popleft(), leg.credits.popleft(), now)
 
+    def is_verified(self, operation: int) -> bool:
+        """Whether a peer of a gather wants checksums, which only packed bytes have."""
+        return any(leg.peer.verify for leg in self._gathers[operation].legs)
+
     def gather_ended(
-        self, operation: int, now: float, busy_s: float, *, was_done: bool, go_raw: bool = False
+        self, operation: int, now: float, busy_s: float, *, was_done: bool, go_raw: bool = False, digest: bytes = b""
     ) -> tuple[Leg, ...]:
         """A gather has ended after `busy_s` of work, or was never begun or failed (`was_done` False). With `go_raw`
         its legs go on without packing, from this segment on. Returns the legs that took part."""
@@ -108,7 +113,7 @@ class Sender:
             leg.num_ended += 1
             leg.num_filling -= 1
             if was_done and leg.state is LegState.ACTIVE:
-                leg.packed.append(Packed(work, op.segment, lease))
+                leg.packed.append(Packed(work, op.segment, lease, digest))
                 continue
             self._give_back(leg, lease)
             if go_raw and leg.state is LegState.ACTIVE:
@@ -127,7 +132,7 @@ class Sender:
         leg.num_ended += 1
         notice = op.notice
         if outcome is Outcome.DONE:
-            leg.written.append((notice.chunk, notice.segment, notice.slot, notice.num_bytes))
+            leg.written.append(notice)
         elif outcome is Outcome.UNKNOWN:
             leg.unknown_slots.append(notice.slot)
             if op.lease is not None:
@@ -190,8 +195,9 @@ class Sender:
             each.num_emitted += 1
         self._num_operations += 1
         self._gathers[self._num_operations] = _GatherOp(lease, segment, tuple(legs), works)
+        wants_digest = any(each.peer.verify for each in legs)
         # A shared gather heeds one leg's flag: the legs of a transfer stop together.
-        self._outbox.append(Gather(self._num_operations, slot, work.source, segment, leg.cancel))
+        self._outbox.append(Gather(self._num_operations, slot, work.source, segment, leg.cancel, wants_digest))
 
     def _companions(self, leg: Leg, work: ChunkWork, segment: int) -> list[Leg]:
         """Legs of the same transfer that need the very same segment now: it is gathered once for all of them."""
@@ -230,6 +236,7 @@ class Sender:
             segment=packed.segment,
             slot=dst_slot,
             num_bytes=end_byte - first_byte,
+            checksum=_checksum(leg, packed) if leg.peer.verify else b"",
         )
         lease = packed.lease
         segment_runs = None if lease is not None else segment_as_runs(packed.work.source, packed.segment)
@@ -276,6 +283,10 @@ class Sender:
                 transfer, generation = leg.key
                 want = Want(transfer=transfer, generation=generation, num_leased=leg.num_leased)
                 self._outbox.append(SendToPeer(leg.peer.incarnation, want))
+
+
+def _checksum(leg: Leg, packed: Packed) -> bytes:
+    return bind(packed.digest, leg.transfer, leg.grant.generation, packed.work.chunk, packed.segment)
 
 
 def segment_as_runs(source: SegmentSource, segment: int) -> Runs:

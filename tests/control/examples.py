@@ -132,12 +132,24 @@ EXAMPLES: dict[str, m.Message] = {
         lease_value=5,
     ),
     "want": m.Want(transfer=TRANSFER, generation=9, num_leased=4),
-    "segment": m.Segment(transfer=TRANSFER, generation=9, chunk=1, segment=2, slot=7, num_bytes=8 << 20),
+    "segment": m.Segment(
+        transfer=TRANSFER,
+        generation=9,
+        chunk=1,
+        segment=2,
+        slot=7,
+        num_bytes=8 << 20,
+        checksum=b"\x00\x01\x02\x03\x04\x05\x06\x07",
+    ),
     "finished": FINISHED,
     "leg_failed": m.LegFailed(transfer=TRANSFER, generation=9, reason=Reason.WRITE_FAILED, detail="cut"),
     "quiesced": m.Quiesced(transfer=TRANSFER, generation=9, unknown_slots=(3,)),
     "leg_status": m.LegStatus(
-        transfer=TRANSFER, generation=9, state="active", segments=((0, 0, 7, 1152),), finished=FINISHED
+        transfer=TRANSFER,
+        generation=9,
+        state="active",
+        segments=(m.Segment(transfer=TRANSFER, generation=9, chunk=0, segment=0, slot=7, num_bytes=1152),),
+        finished=FINISHED,
     ),
 }
 HANDOFF_EXAMPLES: dict[str, PoolOffer | PoolAccepted | PoolRefused] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from kvxfer.control.ids import new_id
@@ -145,9 +146,26 @@ class DecodeDriver:
             source, LegFailed(transfer=transfer, generation=self.generation(source, transfer), reason=reason, detail="")
         )
 
-    def status(self, source: Source, transfer: str, **fields: object) -> None:
-        message = LegStatus(transfer=transfer, generation=self.generation(source, transfer), **fields)  # type: ignore[arg-type]
-        self.receive(source, message)
+    def status(
+        self,
+        source: Source,
+        transfer: str,
+        state: str,
+        segments: Sequence[tuple[int, int, int, int]] = (),
+        finished: Finished | None = None,
+    ) -> None:
+        """`segments` are (chunk, segment, slot, bytes)."""
+        generation = self.generation(source, transfer)
+        notices = tuple(
+            Segment(
+                transfer=transfer, generation=generation, chunk=chunk, segment=segment, slot=slot, num_bytes=num_bytes
+            )
+            for chunk, segment, slot, num_bytes in segments
+        )
+        self.receive(
+            source,
+            LegStatus(transfer=transfer, generation=generation, state=state, segments=notices, finished=finished),
+        )
 
     def deliver(self, source: Source, transfer: str, end: int) -> None:
         """The whole life of a leg that goes well: one chunk of `[0, end)`, every segment, `finished`."""
