@@ -63,7 +63,7 @@ class SimAgent(Process, Generic[A]):
 
     # ---- what the sides add ----
 
-    def new_actions(self) -> Iterable[A]:
+    def new_actions(self) -> list[A]:
         """Actions that the core has emitted since, observed."""
         raise NotImplementedError
 
@@ -160,7 +160,11 @@ class SimAgent(Process, Generic[A]):
         return self.is_dead or self.is_paused
 
     def _tick_is_due(self) -> None:
-        self.post(self._tick)
+        if self.has_work:
+            self.post(self._tick)
+        else:
+            self._tick()
+            self.turn()
         if self.world.is_running:
             self.after(TICK_S, self._tick_is_due)
 

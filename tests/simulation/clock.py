@@ -15,13 +15,13 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.num_steps = 0
-        self._events: list[tuple[float, int, Step]] = []
+        self._events: list[tuple[float, int, Process | None, Step]] = []
         self._num_events = 0
 
-    def after(self, delay_s: float, step: Step) -> None:
-        """Do `step` in `delay_s`."""
+    def after(self, delay_s: float, step: Step, process: Process | None = None) -> None:
+        """Do `step` in `delay_s`: in `process`, later if that is paused then, never if it is dead."""
         self._num_events += 1
-        heapq.heappush(self._events, (self.now + delay_s, self._num_events, step))
+        heapq.heappush(self._events, (self.now + delay_s, self._num_events, process, step))
 
     @property
     def is_instant_over(self) -> bool:
@@ -30,9 +30,16 @@ class Clock:
 
     def step(self) -> None:
         """Let the next event happen."""
-        self.now, _, step = heapq.heappop(self._events)
+        self.now, _, process, step = heapq.heappop(self._events)
         self.num_steps += 1
-        step()
+        if process is None:
+            step()
+        elif process.is_dead:
+            return
+        elif process.paused_until > self.now:
+            self.after(process.paused_until - self.now, step, process)
+        else:
+            step()
 
 
 class Process:
@@ -52,7 +59,7 @@ class Process:
 
     def after(self, delay_s: float, step: Step) -> None:
         """Do `step` in `delay_s`, later if the process is paused then, never if it is dead."""
-        self.clock.after(delay_s, lambda: self._when_running(step))
+        self.clock.after(delay_s, step, self)
 
     def post(self, step: Step) -> None:
         """Put something into the inbox of the loop."""
@@ -64,7 +71,7 @@ class Process:
         """Give the loop a turn."""
         if not self._turn_is_due:
             self._turn_is_due = True
-            self.after(0.0, self._begin_turn)
+            self.clock.after(0.0, self._begin_turn, self)
 
     def pause(self, pause_s: float) -> None:
         """Stop every thread of the process."""
@@ -77,11 +84,3 @@ class Process:
     def _begin_turn(self) -> None:
         self._turn_is_due = False
         self.turn()
-
-    def _when_running(self, step: Step) -> None:
-        if self.is_dead:
-            return
-        if self.is_paused:
-            self.clock.after(self.paused_until - self.clock.now, lambda: self._when_running(step))
-        else:
-            step()

@@ -54,6 +54,7 @@ class SimDecode(SimAgent[Action]):
         self.scatters: dict[int, Operation] = {}
         self._sources: dict[str, _Source] = {}  # by the incarnation that the ticket named
         self._num_ticks = 0
+        self.num_links = 0
         self._executor = Executor(
             self, setup.num_threads, world.faults, setup.rows, self._scatter, self._scattered, lambda _: None
         )
@@ -95,6 +96,7 @@ class SimDecode(SimAgent[Action]):
         if wanted.incarnation in self._sources:
             return
         prefill = self.world.prefill_at(wanted.endpoint)
+        self.num_links += 1
         link = Link(prefill, self, self.world.faults, self.world.setup.control)
         self._sources[wanted.incarnation] = _Source(link, wanted.incarnation, self.clock.now)
         link.to_prefill.send(pairing.Hello(wanted.incarnation, self.epoch))
@@ -118,10 +120,11 @@ class SimDecode(SimAgent[Action]):
 
     # ---- actions ----
 
-    def new_actions(self) -> Iterable[Action]:
-        for action in self.core.take_actions():
+    def new_actions(self) -> list[Action]:
+        actions = self.core.take_actions()
+        for action in actions:
             self.world.judge.decode_action(self, action)
-            yield action
+        return actions
 
     def emitted_scatter(self, scatter: Scatter, transfer: str) -> None:
         """Note a scatter from its emission on."""
@@ -206,7 +209,8 @@ class SimDecode(SimAgent[Action]):
             elif self.is_silent(incarnation, not (prefill.is_dead or prefill.is_paused)):
                 self._lose_peer(incarnation, Reason.PEER_LOST)
             elif self._num_ticks % PING_EVERY_TICKS == 0:
-                source.link.to_prefill.send(pairing.Rotated(self.epoch))  # again: it may have been lost
+                if self.epoch:
+                    source.link.to_prefill.send(pairing.Rotated(self.epoch))  # again: it may have been lost
                 source.link.to_prefill.send(Ping(incarnation=self.incarnation, floor=self.core.floor()))
         if self.core.may_renew_slots:
             self._rotate()

@@ -10,12 +10,12 @@ from kvxfer.decode import actions as decode_actions
 from kvxfer.decode.receive import Receive
 from kvxfer.prefill import actions as prefill_actions
 from kvxfer.prefill.leg import Leg
-from kvxfer.slots import SlotState
+from kvxfer.slots import SlotState, SlotTable
 from kvxfer.transfer import EventKind
 from kvxfer.transports.base import Outcome
 from tests.simulation.engine import LegId, SimWrite, WriteState
 from tests.simulation.executor import Operation
-from tests.simulation.violation import check
+from tests.simulation.violation import InvariantBroken, check
 
 if TYPE_CHECKING:
     from kvxfer.control.messages import TransferEvent
@@ -53,15 +53,17 @@ class Judge:
         """A sender slot changes its state."""
         if state in _SENDER_REUSE:
             for write in self._world.engines.writes:
-                uses = write.sender is agent and write.action.src_slot == slot and write.can_land
-                check(not uses, "slot reused", f"{agent.name}: sender slot {slot} is {state.value} under {write.leg}")
+                if write.sender is agent and write.action.src_slot == slot and write.can_land:
+                    detail = f"{agent.name}: sender slot {slot} is {state.value} under {write.leg}"
+                    raise InvariantBroken("slot reused", detail)
 
     def landing_slot(self, agent: SimDecode, slot: int, state: SlotState) -> None:
         """A landing slot changes its state."""
         if state in _LANDING_REUSE:
             for write in self._world.engines.writes:
-                uses = write.target is agent and write.action.notice.slot == slot and write.can_land
-                check(not uses, "slot reused", f"{agent.name}: landing slot {slot} is {state.value} under {write.leg}")
+                if write.target is agent and write.action.notice.slot == slot and write.can_land:
+                    detail = f"{agent.name}: landing slot {slot} is {state.value} under {write.leg}"
+                    raise InvariantBroken("slot reused", detail)
 
     def landing(self, agent: SimDecode, slot: int) -> None:
         """A write lands."""
@@ -172,7 +174,7 @@ class Judge:
         """A decode core has emitted an action."""
         match action:
             case decode_actions.Scatter():
-                transfer = agent.core._moves[action.operation].receive.transfer
+                transfer = agent.core._moves._running[action.operation].receive.transfer
                 self._may_touch(agent, transfer)
                 agent.emitted_scatter(action, transfer)
             case decode_actions.Notify():
@@ -220,30 +222,42 @@ def check_sender_slots(agent: SimPrefill) -> None:
     for transfer in agent.core.transfers.values():
         for leg in transfer.legs.values():
             held |= {packed.lease.slot for packed in leg.packed if packed.lease is not None}
-    counts = {state: slots.count(state) for state in SlotState}
-    used = counts[SlotState.READY] + counts[SlotState.IN_FLIGHT]
-    right = counts[SlotState.FILLING] == len(filling) and used == len(held) and not filling & held
-    right = right and counts[SlotState.QUARANTINED] == len(slots._quarantine)
-    check(right and sum(counts.values()) == slots.num_slots, "slot sums", f"{agent.name}: {counts}, {filling}, {held}")
-    for slot in filling | held:
-        check(slots.state(slot) not in (SlotState.FREE, SlotState.QUARANTINED), "slot state", f"{agent.name}: {slot}")
+    for slot, state in enumerate(slots._states):
+        if state is SlotState.FILLING:
+            right = slot in filling and slot not in held
+        elif state in (SlotState.READY, SlotState.IN_FLIGHT):
+            right = slot in held and slot not in filling
+        else:
+            right = slot not in filling and slot not in held and _is_set_aside(slots, slot, state)
+        if not right:
+            raise InvariantBroken("slot state", f"{agent.name}: slot {slot} is {state}, filling {filling}, held {held}")
 
 
 def check_landing_slots(agent: SimDecode) -> None:
     """Invariants 7 and R17: every landing slot is in exactly the state that its users say."""
     core, slots = agent.core, agent.slots
-    scattering = {move.slot for move in core._moves.values() if move.slot is not None}
+    scattering = [move.slot for move in core._moves._running.values() if move.slot is not None]
     credited: list[int] = []
     for receive in core.receives.values():
         for leg in receive.legs:
             credited += leg.credits
-            few = len(leg.credits) <= agent.world.setup.credits_per_leg
-            check(few, "too many credits", f"{agent.name}: {leg.credits}")
-    counts = {state: slots.count(state) for state in SlotState}
-    right = counts[SlotState.SCATTERING] == len(scattering) and counts[SlotState.CREDITED] == len(credited)
-    right = right and len(set(credited) | scattering) == len(credited) + len(scattering)
-    right = right and counts[SlotState.QUARANTINED] == len(slots._quarantine)
-    check(right and sum(counts.values()) == slots.num_slots, "slot sums", f"{agent.name}: {counts}, {credited}")
+            if len(leg.credits) > agent.world.setup.credits_per_leg:
+                raise InvariantBroken("too many credits", f"{agent.name}: {leg.credits}")
+    for slot, state in enumerate(slots._states):
+        uses = credited.count(slot), scattering.count(slot)
+        if state is SlotState.CREDITED:
+            right = uses == (1, 0)
+        elif state is SlotState.SCATTERING:
+            right = uses == (0, 1)
+        else:
+            right = uses == (0, 0) and _is_set_aside(slots, slot, state)
+        if not right:
+            raise InvariantBroken("slot state", f"{agent.name}: slot {slot} is {state}, {credited}, {scattering}")
+
+
+def _is_set_aside(slots: SlotTable, slot: int, state: SlotState) -> bool:
+    """Whether a slot that nobody uses is quarantined exactly where the table says so, and otherwise free."""
+    return state is (SlotState.QUARANTINED if slot in slots._quarantine else SlotState.FREE)
 
 
 def check_at_rest(world: World) -> None:
@@ -256,9 +270,13 @@ def check_at_rest(world: World) -> None:
             check(not (peer.legs or peer.tombstones), "left over", f"{prefill.name}: {peer}")
     for decode in world.decodes:
         lender = decode.core._life.lender
-        check(not (lender._turns or decode.core._moves), "left over", f"{decode.name}: {lender.__dict__}")
+        check(not (lender._turns or decode.core._moves.num_running), "left over", f"{decode.name}: {lender.__dict__}")
     alive = {prefill.incarnation for prefill in world.prefills}
     for leg, book in world.judge.legs.items():
         check(leg[0] not in alive or book.num_emitted == book.num_ended, "left over", f"{leg}: {book}")
+    for agent in world.agents:
+        counts = {state: agent.slots.count(state) for state in SlotState}
+        everything = counts[SlotState.FREE] == sum(counts.values()) == agent.slots.num_slots
+        check(everything, "left over", f"{agent.name}: {counts}")
     dangling = [each.leg for each in world.engines.writes if each.can_land and each.state is not WriteState.POSTED]
     check(not dangling, "left over", f"writes: {dangling}")

@@ -48,6 +48,7 @@ class Pipe(Generic[M]):
             self.on_overtake()
         else:
             self.last_at = at = max(at, self.last_at)
+        self.faults.late_until = max(self.faults.late_until, at - 1.0)
         self.clock.after(at - self.clock.now, lambda: self._arrive(sent))
 
     def lose_newest(self, num_kept: int) -> None:
@@ -65,6 +66,7 @@ class Link:
     """One connection of a decode agent to a prefill agent. `to_prefill` and `to_decode` carry messages."""
 
     def __init__(self, prefill: SimPrefill, decode: SimDecode, faults: Faults, shape: DelayShape) -> None:
+        self.number = decode.num_links
         self.prefill = prefill
         self.decode = decode
         self.is_closed = False

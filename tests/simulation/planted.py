@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvxfer.control.messages import AbortLeg
 from kvxfer.decode.receive import Receive, ReceiveLeg
@@ -103,8 +103,8 @@ def _finish_early(
 
     def finish_early(transfer: Transfer, leg: Leg, now: float) -> None:
         ended = leg.written
-        under_way = [op for op in agent.core._life.sender._writes.values() if op.leg is leg]
-        leg.written = [*ended, *((0, 0, 0, 0) for _ in under_way)]
+        under_way: list[Any] = [op for op in agent.core._life.sender._writes.values() if op.leg is leg]
+        leg.written = [*ended, *under_way]  # only their number plays a part
         finish(transfer, leg, now)
         leg.written = ended
 

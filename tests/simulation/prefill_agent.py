@@ -65,12 +65,12 @@ class SimPrefill(SimAgent[Action]):
         peer = link.decode.incarnation
         known = self.links.get(peer)
         match message:
+            case _ if known is not None and known.number > link.number:
+                return  # of a connection that a newer one has replaced
             case pairing.Hello():
                 self._hello(link, message)
-            case _ if known is None:
-                link.to_decode.send(pairing.Goodbye())
             case _ if known is not link:
-                return  # of a connection that a newer one has replaced
+                link.to_decode.send(pairing.Goodbye())
             case pairing.Goodbye():
                 self._lose_peer(peer, Reason.PEER_LOST)
             case pairing.Rotated():
@@ -108,10 +108,11 @@ class SimPrefill(SimAgent[Action]):
 
     # ---- actions ----
 
-    def new_actions(self) -> Iterable[Action]:
-        for action in self.core.take_actions():
+    def new_actions(self) -> list[Action]:
+        actions = self.core.take_actions()
+        for action in actions:
             self.world.judge.prefill_action(self, action)
-            yield action
+        return actions
 
     def emitted_gather(self, gather: Gather, transfer: str) -> None:
         """Note a gather from its emission on."""

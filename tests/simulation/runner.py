@@ -15,7 +15,7 @@ from tests.simulation.violation import InvariantBroken
 from tests.simulation.world import World
 
 _CRASHES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, KvxferError)
-_BATCH = 50
+_BATCH = 25
 
 
 @dataclass(frozen=True, slots=True)

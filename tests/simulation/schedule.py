@@ -23,6 +23,7 @@ class Faults:
     overtake: int = 0
     interrupt: int = 0
     are_on: bool = True
+    late_until: float = 0.0  # a message that takes longer than a second is under way until then
 
     def is_due(self, per_mille: int) -> bool:
         """Whether a fault of this chance strikes now."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.simulation.agent import PEER_TIMEOUT_S, SimAgent
+from tests.simulation.agent import PEER_TIMEOUT_S, TICK_S, SimAgent
 from tests.simulation.choices import Choices, DelayShape
 from tests.simulation.clock import Clock, Step
-from tests.simulation.decode_agent import SimDecode
+from tests.simulation.decode_agent import PING_EVERY_TICKS, SimDecode
 from tests.simulation.engine import Engines
 from tests.simulation.judge import Judge, check_at_rest
 from tests.simulation.planted import Bug, plant_in_decode, plant_in_prefill
@@ -62,14 +62,14 @@ class World:
             self.later(self.choices.pick(32) * 0.25, self._incident)
         self._run_until_quiet()
         self.faults.are_on = False
-        self._run_for(2 * PEER_TIMEOUT_S)  # whoever was lost has noticed by now
+        self._run_for(PEER_TIMEOUT_S + 1.0)  # whoever was lost has noticed by now
         for agent in self.agents:
             check(agent.pool is not None and not agent.is_dead, "simulation", f"{agent.name} was not restored")
         probes = [Request(self, 100 + idx, is_probe=True) for idx in range(2)]
         for probe in probes:
             self._begin_later(probe, 0.0)
         self._run_until_quiet()
-        self._run_for(2 * PEER_TIMEOUT_S)  # floors have passed what has ended
+        self._run_for(2 * PING_EVERY_TICKS * TICK_S)  # floors have passed what has ended
         for probe in probes:
             check(not probe.is_tainted, "no recovery", f"{probe.transfer}: a fault after the last one")
         for request in self.requests:
@@ -103,7 +103,9 @@ class World:
             check(False, "no progress", f"{MAX_STEPS} steps, at {self.clock.now} s {busy} are not quiet")
 
     def _is_quiet(self) -> bool:
-        if self._num_pending or any(each.is_paused or not each.is_quiet() for each in self.agents):
+        if self._num_pending or self.clock.now < self.faults.late_until:
+            return False
+        if any(each.is_paused or not each.is_quiet() for each in self.agents):
             return False
         return all(not agent.sides for agent in self.agents)
 
