@@ -70,6 +70,16 @@ class SlotTable:
     def num_free(self) -> int:
         return self._counts[SlotState.FREE]
 
+    def share(self, num_peers: int) -> int:
+        """How many slots one peer may use while `num_peers` are there: one that never gives back leaves some."""
+        return self.num_slots if num_peers <= 1 else max(1, self.num_slots // 2)
+
+    def has_room(self, num_held: int, num_peers: int) -> bool:
+        """Whether a peer that uses `num_held` slots may have another one of those that are free. The last one is for
+        a peer that uses none and may have come late."""
+        num_reserved = 1 if num_held and self.num_slots > 2 else 0
+        return num_held < self.share(num_peers) and self.num_free > num_reserved
+
     def take(self, state: SlotState) -> int | None:
         """Move the slot that has been free for longest to `state`; None when none is free."""
         if not self._free:

@@ -151,23 +151,25 @@ def test_chunks_before_the_tickets_are_opened(tmp_path: Path) -> None:
 
 def test_many_small_transfers_leave_nothing(tmp_path: Path) -> None:
     """Descriptors, threads, slots and the cores' memory are flat over transfers, and back at the start after all."""
-    num_threads, num_fds = threading.active_count(), _num_fds()
+    at_first = _held()
     with AgentWorld(tmp_path) as world:
         build(world, Split(dst_size=2), num_threads=1)
         world.move(3)
-        during = threading.active_count(), _num_fds()
+        during = _held()
         for _ in range(12):
             world.move(3, chunk_tokens=2)
-        assert (threading.active_count(), _num_fds()) == during
+        assert _held() == during
         for thread in world.threads.values():
             core = thread.agent._core
             assert not getattr(core, "transfers", {})
             assert not getattr(core, "receives", {})
     deadline_s = time.monotonic() + 5.0
-    while (threading.active_count(), _num_fds()) != (num_threads, num_fds) and time.monotonic() < deadline_s:
+    while _held() != at_first and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert (threading.active_count(), _num_fds()) == (num_threads, num_fds)
+    assert _held() == at_first
 
 
-def _num_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def _held() -> tuple[int, int, int]:
+    """Threads, descriptors and mappings of pools and slots of this process."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), maps.count("/memfd:")

@@ -107,8 +107,8 @@ class SlotLender:
 
     def _may_have(self, leg: ReceiveLeg) -> bool:
         source = leg.source.incarnation
-        # A source that was lent slots and does not write must leave some for the others.
-        share = self.slots.num_slots if self.num_sources <= 1 else max(1, self.slots.num_slots // 2)
-        if len(leg.credits) >= self._credits_per_leg or self._num_lent[source] >= share:
+        if len(leg.credits) >= self._credits_per_leg or not self.slots.has_room(
+            self._num_lent[source], self.num_sources
+        ):
             return False
         return self.slots.num_quarantined(source) < self.quarantine_cap

@@ -153,21 +153,21 @@ class Sender:
 
     def _next_leg(self) -> Leg | None:
         """The next leg, in turn, that may hold one more slot; None where there is none, or no slot is free."""
-        has_slot = self.slots.num_free > 0
-        if not has_slot and all(leg.mode is not Mode.RAW for leg in self._turns):
-            return None
-        # A peer that gives no credits, or has stopped, must leave slots for the others.
-        quota = self.slots.num_slots if self.num_peers <= 1 else max(1, self.slots.num_slots // 2)
-        for _ in range(len(self._turns)):
-            leg = self._turns[0]
-            self._turns.rotate(-1)
-            peer = leg.peer.incarnation
-            num_quarantined = self.slots.num_quarantined(peer)
-            num_held = num_quarantined if leg.mode is Mode.SERIAL else num_quarantined + self._num_held[peer]
-            may_lease = has_slot or leg.mode is Mode.RAW
-            if may_lease and num_held < quota and not self._is_between_chunks(leg):
+        for leg in self._turns:
+            if self._has_room(leg) and not self._is_between_chunks(leg):
+                self._turns.remove(leg)
+                self._turns.append(leg)
                 return leg
         return None
+
+    def _has_room(self, leg: Leg) -> bool:
+        """Whether the leg's peer, which may give no credits or have stopped, leaves enough for the others."""
+        peer = leg.peer.incarnation
+        num_used = self.slots.num_quarantined(peer) + self._num_held[peer]
+        if leg.mode is Mode.RAW:
+            return num_used < self.slots.share(self.num_peers)  # it needs no slot of this side
+        # Mode serial fills all slots before it sends.
+        return self.slots.has_room(0 if leg.mode is Mode.SERIAL else num_used, self.num_peers)
 
     def _is_between_chunks(self, leg: Leg) -> bool:
         """Mode serial packs nothing of a chunk before the one before it has been sent."""

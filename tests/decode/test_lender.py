@@ -53,12 +53,16 @@ def test_a_source_that_never_writes_leaves_slots_for_another(num_stuck: int) -> 
     assert sum(len(driver.credits(silent, transfer)) for transfer in stuck) == 4
 
 
-def test_one_source_alone_may_hold_every_slot() -> None:
+def test_one_source_alone_leaves_the_last_slot_to_one_that_comes_late() -> None:
     driver = DecodeDriver(num_slots=4, credits_per_leg=2)
     source = driver.pair()
     for _ in range(2):
         driver.chunk(source, driver.open((source,), 16), 0, 16)
-    assert driver.count(SlotState.CREDITED) == 4
+    assert driver.count(SlotState.CREDITED) == 3
+    late = driver.pair()
+    transfer = driver.open((late,), 16)
+    driver.deliver(late, transfer, 16)
+    assert driver.ends(transfer) == LANDED
 
 
 def test_one_slot_serves_any_number_of_legs() -> None:

@@ -29,6 +29,22 @@ def test_a_peer_that_gives_no_credits_does_not_stop_another() -> None:
     assert driver.count(SlotState.READY) == 2
 
 
+def test_a_peer_alone_leaves_the_last_slot_to_one_that_comes_late() -> None:
+    """It gave no credits before the other was there, and gives none after."""
+    driver = PrefillDriver(num_slots=4)
+    silent = driver.pair()
+    stuck = driver.ticket()
+    driver.grant(silent, stuck, 64)
+    driver.submit(stuck, 0, 64)
+    driver.end_gathers()
+    assert driver.count(SlotState.READY) == 3
+    late, moving = driver.pair(), driver.ticket()
+    driver.grant(late, moving, 64)
+    driver.submit(moving, 0, 64)
+    driver.run([late], moving)
+    assert driver.kinds(moving) == SENT
+
+
 def test_legs_of_one_peer_take_turns() -> None:
     """A long transfer does not keep a short one waiting until its end."""
     driver = PrefillDriver(num_slots=2)
@@ -97,7 +113,7 @@ def test_peers_with_the_same_shard_share_gathers() -> None:
 
 def test_a_peer_that_comes_late_or_holds_other_rows_gathers_for_itself() -> None:
     """Sharing is for segments that are alike: the same chunk, the same rows, at the same time."""
-    driver = PrefillDriver(num_slots=4)
+    driver = PrefillDriver(num_slots=8)
     transfer = driver.ticket()
     first, late = driver.pair(rank=0, world=2), driver.pair(rank=1, world=2)
     driver.grant(first, transfer, 8)
