@@ -94,7 +94,7 @@ def test_workers_find_what_differs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "chunk_tokens", "slot_mib"), [(0, 10, 8), (8192, 8192, 138), (8192, 2048, 35), (100, 8192, 8)]
+    ("num_tokens", "chunk_tokens", "slot_mib"), [(0, 10, 16), (8192, 8192, 138), (8192, 2048, 35), (100, 8192, 16)]
 )
 def test_serial_slots_hold_a_chunk(num_tokens: int, chunk_tokens: int, slot_mib: int) -> None:
     case = TransferCase("nixl", "serial", num_tokens, 61, 1152, 64, "shuffled", 4, 1, chunk_tokens, 1)
