@@ -19,7 +19,7 @@ from kvxfer.ops.config import SlotConfig, TransferMode, TransportName
 from kvxfer.ownership import local_len
 
 SLOTS = SlotConfig(num_slots=4, slot_bytes=16 << 20)
-"""64 MiB, in few large slots: on one host every segment costs processor time, and nothing is gained by more in flight."""
+"""64 MiB in few large slots: on one host a segment costs processor time, and more in flight gain nothing."""
 _YARDSTICK_TIMEOUT_S = 180.0
 _SEED = 1
 
