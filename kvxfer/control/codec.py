@@ -11,6 +11,8 @@ from kvxfer.control.messages import PROTOCOL_VERSION, Counter, Message, MessageB
 from kvxfer.errors import LayoutError, ProtocolError
 
 MAX_FRAME_BYTES = 64 << 20
+MAX_TICKET_CHARS = 1 << 20
+"""More than a ticket of the most sources has."""
 
 
 def _kind_of(struct: type[MessageBase]) -> str:
@@ -68,6 +70,8 @@ def encode_ticket(ticket: Ticket) -> str:
 
 def decode_ticket(text: str) -> Ticket:
     """Inverse of `encode_ticket`. Raises `ProtocolError` for text that is no ticket."""
+    if len(text) > MAX_TICKET_CHARS:
+        raise ProtocolError(f"ticket: got {len(text)} characters, expected at most {MAX_TICKET_CHARS}")
     try:
         return _ticket_decoder.decode(base64.urlsafe_b64decode(text.encode("ascii")))
     except (ValueError, RecursionError) as error:  # msgspec's and base64's errors are ValueErrors

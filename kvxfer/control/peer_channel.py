@@ -24,7 +24,7 @@ MAX_PEER_FRAME_BYTES = 8 << 20
 """Frames between agents are smaller than a worker's; only a pull names pages across sides."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
 _MAX_NAMES = 4096
-_MAX_UNREAD_MESSAGES = 256
+_MAX_UNREAD_MESSAGES = 64
 _MAX_FAILED_HANDSHAKES = 3
 
 

@@ -6,14 +6,20 @@ import contextlib
 import itertools
 import os
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
 
-from kvxfer.control.channel import REMOTE, Selector
+from kvxfer.control.channel import REMOTE, Selector, WorkerListener
+from kvxfer.control.codec import MAX_TICKET_CHARS, decode_ticket, encode_ticket
+from kvxfer.control.messages import MAX_SOURCES, Source, Ticket
 from kvxfer.control.peer_channel import Connection, Credentials, PeerListener, new_keys
+from kvxfer.errors import ProtocolError
 from tests.control.waiting import CONNECTOR, INCARNATION, LISTENER, connect, next_frame, num_descriptors, port_of
 
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"
@@ -168,3 +174,57 @@ def _until_refused(connection: Connection, listener: PeerListener) -> None:
 def _rss_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+_OTHER_USER = """
+import os, sys, time
+from kvxfer.control.channel import REMOTE, WorkerConnection
+if os.geteuid() == 0:
+    os.setgroups([0])  # of the group, so that the directory and the socket let it through
+    os.setuid(12345)
+connection = WorkerConnection(sys.argv[1])
+connection.send(REMOTE, b"let me in")
+print("sent", flush=True)
+sys.stdin.read()
+connection.close()
+"""
+
+
+def test_a_worker_of_another_user_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that shares the group. Root plays that user, anybody else plays the agent of another one."""
+    if os.geteuid() != 0:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with tempfile.TemporaryDirectory(prefix="kvxfer-") as directory:
+        os.chmod(directory, 0o750)
+        with WorkerListener(directory) as listener:
+            command = [sys.executable, "-c", _OTHER_USER, directory]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
+                assert stranger.stdout is not None
+                assert stranger.stdout.readline() == b"sent\n"
+                assert Selector([listener]).wait(0.5) == []
+                assert listener.receive() is None
+                stranger.communicate()
+            assert stranger.returncode == 0
+
+
+def test_a_ticket_that_is_too_long_is_not_even_decoded() -> None:
+    with pytest.raises(ProtocolError, match=r"^ticket: got 1048577 characters, expected at most 1048576"):
+        decode_ticket("A" * (MAX_TICKET_CHARS + 1))
+    key = "k" * 40
+    sources = [Source(endpoint="t" * 256, incarnation="f" * 32, key=key) for _ in range(MAX_SOURCES)]
+    ticket = Ticket(transfer="0" * 32, sources=tuple(sources))
+    assert decode_ticket(encode_ticket(ticket)) == ticket
+
+
+def test_a_peer_whose_messages_are_not_read_fills_its_own_queue(peers: PeerListener) -> None:
+    """What the listener keeps of each is bounded, so others are served in turn; nothing is lost."""
+    num_sent = 3000
+    with connect(peers.endpoint) as flood, connect(peers.endpoint, "cd" * 16) as other:
+        flood.send(REMOTE, b"x")
+        next_frame(peers)
+        for _ in range(num_sent):
+            assert flood.send(REMOTE, bytes(20_000))
+        other.send(REMOTE, b"hello")
+        heard = [next_frame(peers) for _ in range(num_sent + 1)]
+        assert sum(frame == b"hello" for _, frame in heard) == 1
+        assert heard.index((b"cd" * 16, b"hello")) < num_sent  # served in turn, not behind the flood
