@@ -12,6 +12,7 @@ class Reason(enum.Enum):
     """Why a transfer ended other than well. Clients, logs and metrics use these same words."""
 
     ABORTED_BY_WORKER = "aborted_by_worker"
+    REJECTED = "rejected"
     ABORTED_BY_PEER = "aborted_by_peer"
     DEADLINE = "deadline"
     PEER_UNREACHABLE = "peer_unreachable"

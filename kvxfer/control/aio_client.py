@@ -17,6 +17,7 @@ from kvxfer.control.client_requests import (
     ReceivePages,
     check_role,
     open_request,
+    reject_request,
     submit_request,
     ticket_request,
     transfer_id,
@@ -182,10 +183,15 @@ class AsyncPrefillClient(_AsyncClient):
         return self._attached.source
 
     async def ticket(
-        self, *, sources: Sequence[Source] = (), deadline_s: float = 60.0, timeout_s: float = 10.0
+        self,
+        *,
+        sources: Sequence[Source] = (),
+        num_decode_groups: int = 1,
+        deadline_s: float = 60.0,
+        timeout_s: float = 10.0,
     ) -> Ticket:
         """As `PrefillClient.ticket`."""
-        reply = await self._call(ticket_request(sources, deadline_s), timeout_s)
+        reply = await self._call(ticket_request(sources, num_decode_groups, deadline_s), timeout_s)
         assert isinstance(reply, TicketMade)
         return reply.ticket
 
@@ -219,6 +225,10 @@ class AsyncDecodeClient(_AsyncClient):
     ) -> None:
         """As `DecodeClient.open`."""
         await self._call(open_request(ticket, groups, deadline_s), timeout_s)
+
+    async def reject(self, ticket: Ticket | str, *, timeout_s: float = 10.0) -> None:
+        """As `DecodeClient.reject`."""
+        await self._call(reject_request(ticket), timeout_s)
 
 
 async def _hand_over(

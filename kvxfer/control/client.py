@@ -29,6 +29,7 @@ from kvxfer.control.client_requests import (
     ReceivePages,
     check_role,
     open_request,
+    reject_request,
     submit_request,
     ticket_request,
     transfer_id,
@@ -194,14 +195,23 @@ class PrefillClient(_Client):
         assert self._attached.source is not None
         return self._attached.source
 
-    def ticket(self, *, sources: Sequence[Source] = (), deadline_s: float = 60.0, timeout_s: float = 10.0) -> Ticket:
+    def ticket(
+        self,
+        *,
+        sources: Sequence[Source] = (),
+        num_decode_groups: int = 1,
+        deadline_s: float = 60.0,
+        timeout_s: float = 10.0,
+    ) -> Ticket:
         """Begin a transfer. The ticket goes to the decode side (`kvxfer.control.codec.encode_ticket` makes text).
 
         `sources`: the other agents of the same prefill group, in any order, where several feed the transfer; each of
-        their workers submits its own chunks. `deadline_s`: without its end by then the transfer fails.
+        their workers submits its own chunks. `num_decode_groups`: so many decode groups receive the transfer, each in
+        full; `source_free` and `sent` wait for the last of them. `deadline_s`: without its end by then the transfer
+        fails.
         Raises `RefusedError`, `AgentLostError`, `ControlTimeoutError`.
         """
-        reply = self._call(ticket_request(sources, deadline_s), timeout_s)
+        reply = self._call(ticket_request(sources, num_decode_groups, deadline_s), timeout_s)
         assert isinstance(reply, TicketMade)
         return reply.ticket
 
@@ -251,3 +261,12 @@ class DecodeClient(_Client):
         the transfer is aborted, and its pages are quiet after its terminal event.
         """
         self._call(open_request(ticket, groups, deadline_s), timeout_s)
+
+    def reject(self, ticket: Ticket | str, *, timeout_s: float = 10.0) -> None:
+        """Say that this side will never open `ticket` (or its text), so that the prefill worker hears of it at once
+        instead of waiting for its deadline. No event follows.
+
+        Raises `RefusedError` for a transfer that is open (abort it), `ProtocolError`, `AgentLostError`,
+        `ControlTimeoutError`.
+        """
+        self._call(reject_request(ticket), timeout_s)

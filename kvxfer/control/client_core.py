@@ -22,6 +22,7 @@ from kvxfer.control.messages import (
     Ok,
     Open,
     Refused,
+    RejectTicket,
     Submit,
     TicketMade,
     TransferEvent,
@@ -36,6 +37,7 @@ _REPLY_OF: dict[type[WorkerRequest], type[WorkerReply]] = {
     NewTicket: TicketMade,
     Submit: Ok,
     Open: Ok,
+    RejectTicket: Ok,
     AbortTransfer: Ok,
 }
 

@@ -12,7 +12,18 @@ from typing import SupportsIndex
 import numpy.typing as npt
 
 from kvxfer.control.codec import decode_ticket
-from kvxfer.control.messages import Attached, GroupPages, NewTicket, Open, Source, Submit, Ticket, WorkerReply
+from kvxfer.control.message_base import MAX_DECODE_GROUPS
+from kvxfer.control.messages import (
+    Attached,
+    GroupPages,
+    NewTicket,
+    Open,
+    RejectTicket,
+    Source,
+    Submit,
+    Ticket,
+    WorkerReply,
+)
 from kvxfer.control.pages import encode_pages
 from kvxfer.errors import ContractError, PairingError
 from kvxfer.layout import LayerRange, TokenRange
@@ -59,9 +70,16 @@ def as_ticket(ticket: Ticket | str) -> Ticket:
     return decode_ticket(ticket) if isinstance(ticket, str) else ticket
 
 
-def ticket_request(sources: Sequence[Source], deadline_s: float) -> NewTicket:
-    """Ask for a ticket that names `sources` besides the agent itself."""
-    return NewTicket(sources=tuple(sources), deadline_s=float(deadline_s))
+def ticket_request(sources: Sequence[Source], num_decode_groups: int, deadline_s: float) -> NewTicket:
+    """Ask for a ticket that names `sources` besides the agent itself. Raises `ContractError`."""
+    if not 1 <= num_decode_groups <= MAX_DECODE_GROUPS:
+        raise ContractError(f"num_decode_groups: got {num_decode_groups}, expected 1 to {MAX_DECODE_GROUPS}")
+    return NewTicket(sources=tuple(sources), num_decode_groups=num_decode_groups, deadline_s=float(deadline_s))
+
+
+def reject_request(ticket: Ticket | str) -> RejectTicket:
+    """Tell the sources of `ticket` that nobody will open it. Raises `ProtocolError` for text that is no ticket."""
+    return RejectTicket(ticket=as_ticket(ticket))
 
 
 def submit_request(

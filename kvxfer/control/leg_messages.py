@@ -13,6 +13,7 @@ from kvxfer.control.message_base import (
     Id,
     Index,
     MessageBase,
+    NumDecodeGroups,
     PageBytes,
     Ranges,
     Seconds,
@@ -43,6 +44,8 @@ class Grant(LegMessage, frozen=True, kw_only=True):
     have: Annotated[tuple[HaveRanges, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     remaining_s: Seconds
     floor: Counter
+    num_decode_groups: NumDecodeGroups = 1
+    """As the ticket says: the transfer is sent when all of them have it."""
     can_pull: bool = False
     """The decode agent has this agent's pool mapped and can pull rows itself."""
 

@@ -23,6 +23,8 @@ SlotList = Annotated[tuple[SlotIndex, ...], msgspec.Meta(max_length=4096)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 Measure = Annotated[float, msgspec.Meta(ge=0, le=1e18)]  # no NaN, no infinity
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
+MAX_DECODE_GROUPS = 64
+NumDecodeGroups = Annotated[int, msgspec.Meta(ge=1, le=MAX_DECODE_GROUPS)]
 Endpoint = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Ranges = Annotated[tuple[TokenRange, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 HaveRanges = Annotated[tuple[TokenRange, ...], msgspec.Meta(max_length=1024)]

@@ -45,6 +45,7 @@ from kvxfer.control.message_base import (
     Index,
     Measure,
     MessageBase,
+    NumDecodeGroups,
     PageBytes,
     Seconds,
     Text,
@@ -91,6 +92,7 @@ __all__ = [
     "Quiesced",
     "QuiescedAck",
     "Refused",
+    "RejectTicket",
     "Segment",
     "Source",
     "Submit",
@@ -116,10 +118,14 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Names one transfer and every prefill agent that feeds it; the first source made the id and knows it."""
+    """Names one transfer and every prefill agent that feeds it; the first source made the id and knows it.
+
+    `num_decode_groups` decode groups receive it, each in full.
+    """
 
     transfer: Id
     sources: Annotated[tuple[Source, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
+    num_decode_groups: NumDecodeGroups = 1
 
 
 # ---- worker <-> agent, over ipc ----
@@ -139,9 +145,11 @@ class Attached(MessageBase, frozen=True, kw_only=True):
 
 
 class NewTicket(MessageBase, frozen=True, kw_only=True):
-    """Prefill worker to agent: make a ticket. `sources` are the other agents of the same prefill worker group."""
+    """Prefill worker to agent: make a ticket for `num_decode_groups` decode groups. `sources` are the other agents of
+    the same prefill worker group."""
 
     sources: Annotated[tuple[Source, ...], msgspec.Meta(max_length=MAX_SOURCES - 1)] = ()
+    num_decode_groups: NumDecodeGroups = 1
     deadline_s: Seconds
 
 
@@ -182,6 +190,12 @@ class Open(MessageBase, frozen=True, kw_only=True):
     ticket: Ticket
     groups: _GroupPages
     deadline_s: Seconds
+
+
+class RejectTicket(MessageBase, frozen=True, kw_only=True):
+    """Decode worker to agent: this side will never open the ticket; its sources need not wait."""
+
+    ticket: Ticket
 
 
 class AbortTransfer(MessageBase, frozen=True, kw_only=True):
@@ -309,7 +323,7 @@ class Ping(MessageBase, frozen=True, kw_only=True):
     floor: Counter = 0
 
 
-WorkerRequest = AttachWorker | NewTicket | Submit | Open | AbortTransfer
+WorkerRequest = AttachWorker | NewTicket | Submit | Open | RejectTicket | AbortTransfer
 WorkerReply = Attached | TicketMade | Ok | Refused
 DecodeToPrefill = Hello | NewRegion | Ping | Goodbye | Grant | Credits | AbortLeg | QuiescedAck | Query | Pulled
 PrefillToDecode = (

@@ -11,6 +11,7 @@ from kvxfer.control.messages import (
     Message,
     Ok,
     Open,
+    RejectTicket,
     WorkerReply,
 )
 from kvxfer.control.peer_channel import load_credentials
@@ -88,6 +89,9 @@ class DecodeAgent:
         match message:
             case Open():
                 self._core.open(message, now)
+                return Ok()
+            case RejectTicket():
+                self._core.reject(message, now)
                 return Ok()
             case AbortTransfer():
                 self._core.abort(message.transfer, now)

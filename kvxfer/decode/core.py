@@ -18,6 +18,7 @@ from kvxfer.control.messages import (
     PullChunk,
     Quiesced,
     QuiescedAck,
+    RejectTicket,
     Segment,
     Want,
 )
@@ -94,14 +95,27 @@ class DecodeCore:
             raise RefusedError("open: no pool is attached; hand one over first")
         if message.ticket.transfer in self.receives:
             raise RefusedError(f"open: transfer {message.ticket.transfer} is open already, or is still being ended")
-        receive = accept_open(message, self.layout, self._num_opened + 1, now)
+        receive = self._accept(message, self.layout, now)
+        self._life.grant(receive, self.layout, self.floor(), now)
+
+    def reject(self, message: RejectTicket, now: float) -> None:
+        """The worker will not open the ticket: tell its sources. Raises `RefusedError`, as `open`."""
+        if self.layout is None or message.ticket.transfer in self.receives:
+            raise RefusedError(f"reject: transfer {message.ticket.transfer} is open; abort it")
+        empty = Open(ticket=message.ticket, groups=(), deadline_s=0.0)
+        receive = self._accept(empty, self.layout, now)
+        receive.is_orphan = True  # there is no event to wait for
+        self._life.fail(receive, Reason.REJECTED, "the decode worker rejected the ticket", now)
+
+    def _accept(self, message: Open, layout: PoolLayout, now: float) -> Receive:
+        receive = accept_open(message, layout, self._num_opened + 1, now)
         self._num_opened += 1
         self.receives[receive.transfer] = receive
         for leg in receive.legs:
             leg.info = self.sources.get(leg.source.incarnation)
             if leg.info is None:
                 self._outbox.append(PairWith(leg.source))
-        self._life.grant(receive, self.layout, self.floor(), now)
+        return receive
 
     def abort(self, transfer: str, now: float) -> None:
         """The worker gives the transfer up. Unknown and ended ones are left as they are."""

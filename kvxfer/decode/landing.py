@@ -8,7 +8,8 @@ from kvxfer.control.pull_share import SharedPool
 from kvxfer.errors import HandoffError
 from kvxfer.integrity import check_segment
 from kvxfer.operations import SegmentSource
-from kvxfer.rows_host import ByteArray, copy_segment, scatter_segment
+from kvxfer.rows_copy import copy_part
+from kvxfer.rows_host import ByteArray, scatter_segment
 from kvxfer.segments import ChunkPlan
 
 
@@ -20,19 +21,19 @@ def land_segment(pool: ByteArray, source: SegmentSource, notice: Segment, slot: 
     scatter_segment(pool, source.plan, source.addresses, notice.segment, slot)
 
 
-def pull_segment(
+def pull_part(
     shared: SharedPool,
     src_addresses: tuple[BlockAddresses, ...],
     dst_pool: ByteArray,
     dst_addresses: tuple[BlockAddresses, ...],
     plan: ChunkPlan,
-    segment_idx: int,
+    part_idx: int,
     lease: tuple[int, int],
 ) -> None:
-    """Copy one segment, then look at the lease (word, value).
+    """Copy one of `plan.num_segments` parts of a chunk, then look at the lease (word, value).
 
     Raises `HandoffError` where the source has revoked it: what was copied may be rows of another request then.
     """
-    copy_segment(shared.array, src_addresses, dst_pool, dst_addresses, plan, segment_idx)
+    copy_part(shared.array, src_addresses, dst_pool, dst_addresses, plan, part_idx, plan.num_segments)
     if not shared.is_leased(*lease):
         raise HandoffError("the source has revoked the lease on its rows")

@@ -60,6 +60,7 @@ class Lifecycle:
                 have=leg.have,
                 remaining_s=max(0.0, receive.deadline - now),
                 floor=floor,
+                num_decode_groups=receive.num_decode_groups,
                 can_pull=leg.info is not None and leg.info.layout is not None,
             )
             self._outbox.append(SendToPeer(leg.source.incarnation, grant))

@@ -47,9 +47,7 @@ class Moves:
         """Copy a whole announced chunk into pages."""
         chunk = leg.chunks[message.chunk]
         num_segments = chunk.source.plan.num_segments
-        chunk.has_come = bytearray(b"\1" * num_segments)
-        chunk.num_missing = 0
-        chunk.num_pulling = num_segments
+        chunk.has_come = bytearray(b"\1" * num_segments)  # a notice about one of them is false
         lease = (message.lease_word, message.lease_value)
         peer = leg.source.incarnation
         for segment in range(num_segments):
@@ -81,7 +79,7 @@ class Moves:
         """One segment more was pulled; with its chunk's last one the source is told that its pages are read no more."""
         leg = move.leg
         chunk = leg.chunks[move.chunk]
-        chunk.num_pulling -= 1
-        if chunk.num_pulling == 0 and move.receive.is_open:
+        chunk.num_missing -= 1
+        if chunk.num_missing == 0 and move.receive.is_open:
             pulled = Pulled(transfer=leg.transfer, generation=leg.generation, chunk=move.chunk)
             self._outbox.append(SendToPeer(leg.source.incarnation, pulled))

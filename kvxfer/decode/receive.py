@@ -90,6 +90,7 @@ class Receive:
     tables: dict[str, PageTable]
     have: dict[str, tuple[TokenRange, ...]]
     legs: list[ReceiveLeg]
+    num_decode_groups: int = 1
     state: ReceiveState = ReceiveState.OPEN
     cancel: CancelFlag = field(default_factory=CancelFlag)
     num_scattering: int = 0
@@ -149,7 +150,8 @@ def accept_open(message: Open, layout: PoolLayout, generation: int, now: float) 
         raise LayoutError("ticket: sources: got one agent twice, expected each once")
     transfer = message.ticket.transfer
     legs = [ReceiveLeg(transfer, generation, source, idx) for idx, source in enumerate(message.ticket.sources)]
-    return Receive(transfer, generation, now + message.deadline_s, now, tables, have, legs)
+    num_decode_groups = message.ticket.num_decode_groups
+    return Receive(transfer, generation, now + message.deadline_s, now, tables, have, legs, num_decode_groups)
 
 
 def _check_have(entry: GroupPages) -> None:

@@ -33,7 +33,9 @@ def find_refusal(life: Lifecycle, peer: Peer, grant: Grant) -> tuple[Reason, str
         return transfer.reason, transfer.detail
     if peer.info.incarnation in transfer.legs:
         return Reason.STALE, "the decode agent has another generation of this transfer open"
+    if transfer.legs and grant.num_decode_groups != transfer.num_decode_groups:
+        return Reason.MISMATCH, f"got {grant.num_decode_groups} decode groups, expected {transfer.num_decode_groups}"
     world = {leg.peer.dst_world for leg in transfer.legs.values()} | {peer.info.dst_world}
-    if len(world) > 1:
+    if len(world) > transfer.num_decode_groups:
         return Reason.MISMATCH, f"dst_world: got {sorted(world)} from decode agents of one transfer, expected one"
     return None

@@ -133,8 +133,10 @@ class PrefillAgent:
         match message:
             case NewTicket():
                 transfer = new_id()
-                self._core.new_ticket(transfer, message.deadline_s, now)
-                return TicketMade(ticket=Ticket(transfer=transfer, sources=(self._source(), *message.sources)))
+                self._core.new_ticket(transfer, message.deadline_s, now, message.num_decode_groups)
+                sources = (self._source(), *message.sources)
+                ticket = Ticket(transfer=transfer, sources=sources, num_decode_groups=message.num_decode_groups)
+                return TicketMade(ticket=ticket)
             case Submit():
                 self._core.submit(message, now)
                 return Ok()

@@ -94,9 +94,10 @@ class PrefillCore:
         """End every transfer without success."""
         self._life.fail_all(list(self.transfers.values()), reason, detail, now)
 
-    def new_ticket(self, transfer: str, deadline_s: float, now: float) -> None:
+    def new_ticket(self, transfer: str, deadline_s: float, now: float, num_decode_groups: int = 1) -> None:
         """The worker asked for a ticket; its grants may come from now on."""
-        self.transfers[transfer] = Transfer(transfer, is_known=True, started_at=now, deadline=now + deadline_s)
+        known = Transfer(transfer, True, now, now + deadline_s, num_decode_groups)
+        self.transfers[transfer] = known
 
     def submit(self, message: Submit, now: float) -> None:
         """A chunk of KV is complete. Raises `RefusedError` or `LayoutError`; nothing has changed then."""
@@ -217,6 +218,7 @@ class PrefillCore:
         if grant.can_pull and leg.mode in (Mode.P2P, Mode.AUTO) and self._life.leases is not None:
             leg.lease = self._life.leases.take()
         peer.legs[key] = leg
+        transfer.num_decode_groups = grant.num_decode_groups
         transfer.legs[peer.info.incarnation] = leg
         if transfer.chunks:
             leg.move(LegState.ACTIVE)

@@ -245,7 +245,7 @@ class Lifecycle:
     def _end_sent(self, transfer: Transfer, now: float) -> None:
         """`source_free` when no row is read any more, `sent` when every leg has finished."""
         legs = list(transfer.legs.values())
-        if not transfer.has_last or not legs or len(legs) < legs[0].peer.dst_world:
+        if not transfer.has_last or not transfer.has_all_legs:
             return
         if not transfer.is_source_free and not any(leg.reads_pool for leg in legs):
             transfer.is_source_free = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 
@@ -73,6 +74,7 @@ class Transfer:
     is_known: bool  # the worker made its ticket here or has submitted to it
     started_at: float
     deadline: float
+    num_decode_groups: int = 1
     chunks: list[SubmittedChunk] = field(default_factory=list)
     pages: TransferPages = field(default_factory=TransferPages)
     coverage: Coverage = field(default_factory=Coverage)
@@ -88,6 +90,13 @@ class Transfer:
     pack_s: float = 0.0
     send_s: float = 0.0
     num_descriptors: int = 0
+
+    @property
+    def has_all_legs(self) -> bool:
+        """Whether every agent of every decode group has sent its grant. A group of `n` agents is whole when each of
+        its legs brought its `n`-th part."""
+        parts = sum(Fraction(1, leg.peer.dst_world) for leg in self.legs.values())
+        return parts == self.num_decode_groups
 
     def stats(self, now: float) -> TransferStats:
         """Sums over the legs."""

@@ -63,6 +63,7 @@ EXAMPLES: dict[str, m.Message] = {
         transfer=TRANSFER, groups=GROUPS, layers=LayerRange(0, 31), last=True, aux=b"tok", deadline_s=30.0
     ),
     "open": m.Open(ticket=TICKET, groups=GROUPS, deadline_s=2.5),
+    "reject_ticket": m.RejectTicket(ticket=TICKET),
     "abort_transfer": m.AbortTransfer(transfer=TRANSFER),
     "ok": m.Ok(),
     "refused": m.Refused(reason=Reason.LAYOUT_MISMATCH, detail="got 1152, expected 576", field="row_bytes"),

@@ -106,6 +106,7 @@ class PrefillDriver:
         home: bool = True,
         remaining_s: float = 60.0,
         floor: int = 0,
+        num_decode_groups: int = 1,
     ) -> None:
         """The peer wants tokens `[0, end)`."""
         message = Grant(
@@ -116,6 +117,7 @@ class PrefillDriver:
             have=(have,),
             remaining_s=remaining_s,
             floor=floor,
+            num_decode_groups=num_decode_groups,
         )
         self.receive(peer, message)
 
@@ -132,9 +134,9 @@ class PrefillDriver:
 
     # ---- worker ----
 
-    def ticket(self, deadline_s: float = 60.0) -> str:
+    def ticket(self, deadline_s: float = 60.0, num_decode_groups: int = 1) -> str:
         transfer = new_id()
-        self.core.new_ticket(transfer, deadline_s, self.now)
+        self.core.new_ticket(transfer, deadline_s, self.now, num_decode_groups)
         return transfer
 
     def submit(
