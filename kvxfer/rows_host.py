@@ -54,33 +54,6 @@ def scatter_segment(
     return scatter_pieces(pool, plan, addresses, plan.pieces(segment_idx), slot)
 
 
-def copy_segment(
-    src_pool: ByteArray,
-    src_addresses: tuple[BlockAddresses, ...],
-    dst_pool: ByteArray,
-    dst_addresses: tuple[BlockAddresses, ...],
-    plan: ChunkPlan,
-    segment_idx: int,
-) -> int:
-    """Copy a segment's rows straight from one pool into another (`[pool_bytes]` uint8 each, not the same memory).
-
-    Returns the bytes written. Raises `LayoutError`, before a byte moves, where a row lies outside.
-    """
-    first_byte, end_byte = plan.segment_range(segment_idx)
-    pieces = plan.pieces(segment_idx)
-    moves = [
-        _checked_moves(pool, plan, addresses, pieces, end_byte - first_byte)
-        for pool, addresses in ((src_pool, src_addresses), (dst_pool, dst_addresses))
-    ]
-    for src, dst in zip(*moves, strict=True):
-        src_rows, dst_rows = _windows(src_pool, src.row_bytes), _windows(dst_pool, dst.row_bytes)
-        stage_rows = max(1, _STAGE_BYTES // src.row_bytes)
-        for first in range(0, src.pool_offsets.size, stage_rows):
-            rows = slice(first, first + stage_rows)
-            dst_rows[dst.pool_offsets[rows]] = src_rows[src.pool_offsets[rows]]
-    return end_byte - first_byte
-
-
 def gather_pieces(
     pool: ByteArray, plan: ChunkPlan, addresses: tuple[BlockAddresses, ...], pieces: Sequence[Piece], slot: ByteArray
 ) -> int:
@@ -97,7 +70,7 @@ def scatter_pieces(
     """`scatter_segment` for some pieces of a segment, in wire order and without gaps between them."""
     moves = _checked_moves(pool, plan, addresses, pieces, slot.size)
     for move in moves:
-        _windows(pool, move.row_bytes)[move.pool_offsets] = _slot_rows(move, slot)
+        row_windows(pool, move.row_bytes)[move.pool_offsets] = _slot_rows(move, slot)
     return sum(move.num_bytes for move in moves)
 
 
@@ -156,7 +129,7 @@ def _merge(plan: ChunkPlan, addresses: tuple[BlockAddresses, ...], pieces: Seque
         first_idx = end_idx
 
 
-def _windows(pool: ByteArray, row_bytes: int) -> npt.NDArray[np.void]:
+def row_windows(pool: ByteArray, row_bytes: int) -> npt.NDArray[np.void]:
     """`pool` as rows of `row_bytes` that begin at every byte: one index a row, whatever the layout."""
     return np.ndarray(pool.size - row_bytes + 1, _row_dtype(row_bytes), pool, strides=(1,))
 
@@ -179,7 +152,7 @@ def _gather(pool: ByteArray, move: _Move, slot: ByteArray) -> None:
         # With another mode `take` would copy through a temporary array, and so it would from strided rows.
         np.take(grid, grid_rows, out=slot_rows, mode="clip")
         return
-    windows = _windows(pool, move.row_bytes)
+    windows = row_windows(pool, move.row_bytes)
     stage_rows = max(1, _STAGE_BYTES // move.row_bytes)
     for first in range(0, slot_rows.size, stage_rows):
         slot_rows[first : first + stage_rows] = windows[move.pool_offsets[first : first + stage_rows]]

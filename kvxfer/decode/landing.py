@@ -21,7 +21,7 @@ def land_segment(pool: ByteArray, source: SegmentSource, notice: Segment, slot: 
     scatter_segment(pool, source.plan, source.addresses, notice.segment, slot)
 
 
-def pull_part(
+def pull_segment(
     shared: SharedPool,
     src_addresses: tuple[BlockAddresses, ...],
     dst_pool: ByteArray,

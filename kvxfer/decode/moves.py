@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvxfer.addresses import BlockAddresses
-from kvxfer.control.messages import PullChunk, Pulled, Segment
-from kvxfer.decode.actions import Action, Pull, Scatter, SendToPeer
+from kvxfer.control.messages import PullChunk, Segment
+from kvxfer.decode.actions import Action, Pull, Scatter
 from kvxfer.decode.lifecycle import Lifecycle
 from kvxfer.decode.receive import Receive, ReceivedChunk, ReceiveLeg
 from kvxfer.transfer import Reason
@@ -48,6 +48,7 @@ class Moves:
         chunk = leg.chunks[message.chunk]
         num_segments = chunk.source.plan.num_segments
         chunk.has_come = bytearray(b"\1" * num_segments)  # a notice about one of them is false
+        chunk.is_pulled = True
         lease = (message.lease_word, message.lease_value)
         peer = leg.source.incarnation
         for segment in range(num_segments):
@@ -81,5 +82,4 @@ class Moves:
         chunk = leg.chunks[move.chunk]
         chunk.num_missing -= 1
         if chunk.num_missing == 0 and move.receive.is_open:
-            pulled = Pulled(transfer=leg.transfer, generation=leg.generation, chunk=move.chunk)
-            self._outbox.append(SendToPeer(leg.source.incarnation, pulled))
+            self._life.report_pulled(leg, move.chunk)
