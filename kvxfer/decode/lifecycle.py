@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvxfer.control.messages import AbortLeg, Grant, Query, TransferEvent
+from kvxfer.control.messages import AbortLeg, Grant, Pulled, Query, TransferEvent
 from kvxfer.decode.actions import Action, Notify, SendToPeer
 from kvxfer.decode.lender import SlotLender
 from kvxfer.decode.receive import Receive, ReceiveLeg
@@ -137,6 +137,14 @@ class Lifecycle:
                 leg.asked_at = now
                 query = Query(transfer=leg.transfer, generation=leg.generation)
                 self._outbox.append(SendToPeer(leg.source.incarnation, query))
+                for chunk_idx, chunk in leg.chunks.items():
+                    if chunk.is_pulled and chunk.num_missing == 0:
+                        self.report_pulled(leg, chunk_idx)
+
+    def report_pulled(self, leg: ReceiveLeg, chunk: int) -> None:
+        """Tell a source that the rows of `chunk` are read no more; again while it is silent, the first may be lost."""
+        pulled = Pulled(transfer=leg.transfer, generation=leg.generation, chunk=chunk)
+        self._outbox.append(SendToPeer(leg.source.incarnation, pulled))
 
     def _notify(self, receive: Receive, kind: EventKind, now: float) -> None:
         if receive.is_orphan:

@@ -35,8 +35,8 @@ class ReceivedChunk:
 
     source: SegmentSource
     has_come: bytearray
-    num_missing: int
-    num_pulling: int = 0  # segments whose pull has not ended
+    num_missing: int  # segments that have not come, or whose pull has not ended
+    is_pulled: bool = False  # out of the source's pool, which waits for `Pulled`
 
     def holds(self, segment: int) -> bool:
         """Whether `segment` is one of the chunk's and was taken over."""

@@ -157,11 +157,11 @@ class PrefillCore:
             case Grant():
                 self._grant(peer, message, now)
             case Ping():
-                self._raise_floor(peer, message.floor, now)
+                peer.raise_floor(message.floor)
             case Pulled():
                 leg = self._leg(peer, message.transfer, message.generation)
                 if leg is not None and leg.state is LegState.ACTIVE:
-                    self._life.pulled(self.transfers[leg.transfer], leg, 1, now)
+                    self._life.pulled(self.transfers[leg.transfer], leg, message.chunk, now)
             case Credits():
                 leg = self._leg(peer, message.transfer, message.generation)
                 if leg is not None and leg.state is LegState.ACTIVE:
@@ -184,15 +184,8 @@ class PrefillCore:
             self.refused["stale"] += 1
         return leg
 
-    def _raise_floor(self, peer: Peer, floor: int, now: float) -> None:
-        """Generations below `floor` are over on the decode side; what it pulled there it reads no more."""
-        for (_, generation), leg in list(peer.legs.items()):
-            if generation < floor and leg.state is LegState.ACTIVE and leg.finished is not None:
-                self._life.pulled(self.transfers[leg.transfer], leg, leg.num_pulling, now)
-        peer.raise_floor(floor)
-
     def _grant(self, peer: Peer, grant: Grant, now: float) -> None:
-        self._raise_floor(peer, grant.floor, now)
+        peer.raise_floor(grant.floor)
         key = (grant.transfer, grant.generation)
         if peer.is_refused(key):
             self.refused["stale"] += 1

@@ -111,7 +111,7 @@ class Leg:
     num_emitted: int = 0
     num_ended: int = 0
     lease: tuple[int, int] | None = None  # word and value under which the peer may pull
-    num_pulling: int = 0  # chunks that the peer has been told to pull and has not reported
+    pulling: set[int] = field(default_factory=set)  # chunks that the peer was told to pull and has not reported
     is_sending: bool = False  # mode serial: the packed segments go out, nothing more is packed
     quiesced_sent_at: float = 0.0
     quiesced_acked: bool = False
@@ -124,7 +124,7 @@ class Leg:
     def reads_pool(self) -> bool:
         """Whether rows of the pool are still to be read, by this agent, its engine or the peer."""
         is_raw = self.mode is Mode.RAW
-        return bool(self.works or self.num_filling or self.num_pulling or (is_raw and self.num_held))
+        return bool(self.works or self.num_filling or self.pulling or (is_raw and self.num_held))
 
     @property
     def is_live(self) -> bool:

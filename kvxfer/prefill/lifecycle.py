@@ -120,7 +120,7 @@ class Lifecycle:
         """The peer has the pool mapped: tell it where the chunk's rows lie and under which lease they may be read."""
         assert leg.lease is not None
         word, value = leg.lease
-        leg.num_pulling += 1
+        leg.pulling.add(chunk.chunk)
         self.send(
             leg,
             PullChunk(
@@ -137,9 +137,9 @@ class Lifecycle:
             ),
         )
 
-    def pulled(self, transfer: Transfer, leg: Leg, num_chunks: int, now: float) -> None:
-        """The peer reads `num_chunks` chunks of an active leg no more."""
-        leg.num_pulling -= min(num_chunks, leg.num_pulling)
+    def pulled(self, transfer: Transfer, leg: Leg, chunk: int, now: float) -> None:
+        """The peer reads `chunk` of an active leg no more; said again it changes nothing."""
+        leg.pulling.discard(chunk)
         self.advance(transfer, now)
 
     def end_lease(self, leg: Leg) -> None:
@@ -213,16 +213,13 @@ class Lifecycle:
     def _finish(self, transfer: Transfer, leg: Leg, now: float) -> None:
         """Finish an active leg whose last segment was written, or pulled.
 
-        A peer that pulls is told of the end before it has pulled everything: it knows itself what is missing.
+        A peer that pulls is told of the end after it has pulled everything: if this agent dies before, nobody revokes
+        its leases and the worker uses the pages for other rows, so what was pulled must not count.
         """
-        if leg.state is not LegState.ACTIVE:
+        if leg.state is not LegState.ACTIVE or leg.pulling:
             return
-        is_pulled = leg.mode is Mode.P2P
-        if leg.finished is None and (is_pulled or len(leg.written) == leg.num_segments):
+        if leg.mode is Mode.P2P or len(leg.written) == leg.num_segments:
             self._announce_end(transfer, leg, now)
-        if leg.finished is not None and leg.num_pulling == 0:
-            leg.move(LegState.FINISHED)
-            self.end_lease(leg)
 
     def _announce_end(self, transfer: Transfer, leg: Leg, now: float) -> None:
         """Tell the peer that nothing more comes, if all came that it asked for."""
@@ -240,6 +237,8 @@ class Lifecycle:
             num_bytes=leg.num_bytes,
             aux=transfer.aux,
         )
+        leg.move(LegState.FINISHED)
+        self.end_lease(leg)
         self.send(leg, leg.finished)
 
     def _end_sent(self, transfer: Transfer, now: float) -> None:
