@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from kvxfer.control.messages import Ping, PrefillToDecode, Source
-from kvxfer.decode.actions import Action, Notify, PairWith, Scatter, SendToPeer
+from kvxfer.decode.actions import Action, Notify, PairWith, Pull, Scatter, SendToPeer
 from kvxfer.decode.core import DecodeCore
 from kvxfer.decode.receive import SourceInfo
+from kvxfer.prefill.leg import Mode
 from kvxfer.slots import LANDING_MOVES
 from kvxfer.transfer import EventKind, Reason
 from tests.simulation import pairing
@@ -17,9 +18,11 @@ from tests.simulation.agent import PEER_TIMEOUT_S, SimAgent, WatchedSlots
 from tests.simulation.executor import Executor, Operation
 from tests.simulation.judge import check_landing_slots
 from tests.simulation.network import Link
+from tests.simulation.pull import PullOperation, SharedPool
 from tests.simulation.topology import SLOT_BYTES
 
 if TYPE_CHECKING:
+    from tests.simulation.prefill_agent import SimPrefill
     from tests.simulation.world import World
 
 HELLO_AGAIN_S = 0.5
@@ -35,6 +38,7 @@ class _Source:
     began_at: float
     hello_at: float | None = None  # when to say hello again
     is_paired: bool = False
+    shared: SharedPool | None = None  # its pool, where it is mapped here
 
 
 class SimDecode(SimAgent[Action]):
@@ -55,9 +59,8 @@ class SimDecode(SimAgent[Action]):
         self._sources: dict[str, _Source] = {}  # by the incarnation that the ticket named
         self._num_ticks = 0
         self.num_links = 0
-        self._executor = Executor(
-            self, setup.num_threads, world.faults, setup.rows, self._scatter, self._scattered, lambda _: None
-        )
+        threads = setup.num_threads, world.faults, setup.rows
+        self._executor = Executor(self, *threads, self._scatter, self._scattered, lambda _: None, self._recheck)
 
     # ---- the worker ----
 
@@ -78,7 +81,9 @@ class SimDecode(SimAgent[Action]):
                 source.is_paired = True
                 self.heard_at[source.expected] = self.clock.now
                 route = self.world.setup.topology.route(link.prefill.idx, self.group_idx, self.rank)
-                self.core.peer_paired(SourceInfo(source.expected, route, SLOT_BYTES), self.clock.now)
+                source.shared = self._map_pool(link.prefill)
+                layout = source.shared.pool.layout if source.shared else None
+                self.core.peer_paired(SourceInfo(source.expected, route, SLOT_BYTES, layout), self.clock.now)
             case pairing.NotReady() if not source.is_paired:
                 source.hello_at = self.clock.now + HELLO_AGAIN_S
             case pairing.Refused() if not source.is_paired:
@@ -138,6 +143,22 @@ class SimDecode(SimAgent[Action]):
             self.sides.get(transfer),
         )
 
+    def emitted_pull(self, pull: Pull, transfer: str) -> None:
+        """Note a pull from its emission on."""
+        side = self.sides.get(transfer)
+        self.scatters[pull.operation] = PullOperation(
+            pull.operation,
+            -1,
+            transfer,
+            pull.source,
+            pull.segment,
+            pull.cancel,
+            side,
+            None,
+            pull.src_addresses,
+            pull.lease,
+        )
+
     def perform(self, action: Action) -> None:
         match action:
             case SendToPeer():
@@ -150,6 +171,8 @@ class SimDecode(SimAgent[Action]):
                 self._pair(action.source)
             case Scatter():
                 self._executor.submit(self.scatters[action.operation])
+            case Pull():
+                self._pull(action)
 
     def _notify(self, notify: Notify) -> None:
         side = self.sides.pop(notify.event.transfer, None)
@@ -169,11 +192,37 @@ class SimDecode(SimAgent[Action]):
 
     def _scatter(self, operation: Operation) -> None:
         """The bytes move, in a thread."""
-        slot = self.memory[operation.slot]
         if self.pool is None:
             return  # the worker is gone, and nobody looks at its pages any more
+        if isinstance(operation, PullOperation):
+            assert operation.shared is not None
+            operation.is_copied = True
+            for (dst, _, num_bytes), (src, _, _) in zip(operation.copies(), operation.src_copies(), strict=True):
+                self.pool.write_pulled(dst, operation.shared.pool.read(src, num_bytes), operation.owner)
+            return
+        slot = self.memory[operation.slot]
         for pool_offset, slot_offset, num_bytes in operation.copies():
             self.pool.write(pool_offset, bytes(slot[slot_offset : slot_offset + num_bytes]), operation.owner)
+
+    def _map_pool(self, prefill: SimPrefill) -> SharedPool | None:
+        is_near = self.world.setup.mode is Mode.AUTO and self.world.choices.pick(4) < 3
+        return SharedPool(prefill.pool, prefill.leases) if is_near and prefill.pool is not None else None
+
+    def _pull(self, pull: Pull) -> None:
+        operation = self.scatters[pull.operation]
+        assert isinstance(operation, PullOperation)
+        source = self._sources.get(pull.peer)
+        if source is None or source.shared is None:
+            self._scattered(operation, "the source's pool is not mapped any more", False)
+        else:
+            operation.shared = source.shared
+            self._executor.submit(operation)
+
+    def _recheck(self, operation: Operation) -> str | None:
+        """After the rows were copied: do they count?"""
+        if not isinstance(operation, PullOperation) or operation.shared is None:
+            return None
+        return None if operation.shared.is_leased(operation.lease) else "the lease was revoked"
 
     def _scattered(self, operation: Operation, error: str | None, was_begun: bool) -> None:  # noqa: ARG002
         del self.scatters[operation.operation]

@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvxfer.addresses import BlockAddresses
 from kvxfer.operations import CancelFlag, SegmentSource
+from kvxfer.segments import ChunkPlan
 from tests.simulation.choices import DelayShape
 from tests.simulation.clock import Process
 from tests.simulation.schedule import Faults
@@ -27,17 +29,21 @@ class Operation:
     owner: object | None  # the worker's side of the transfer
 
     def copies(self) -> list[Copy]:
-        """Every row that moves, one by one."""
-        rows: list[Copy] = []
-        plan = self.source.plan
-        for piece in plan.pieces(self.segment):
-            addresses = self.source.addresses[piece.block_idx]
-            layer_offset = addresses.layer_offset_bytes(plan.blocks[piece.block_idx], piece.layer)
-            slot_offset = piece.slot_offset_bytes
-            for row_offset in addresses.row_offsets[piece.first_row : piece.end_row].tolist():
-                rows.append((layer_offset + row_offset, slot_offset, addresses.row_bytes))
-                slot_offset += addresses.row_bytes
-        return rows
+        """Every row that moves, one by one, in this side's pool."""
+        return copies(self.source.plan, self.source.addresses, self.segment)
+
+
+def copies(plan: ChunkPlan, addresses_of: tuple[BlockAddresses, ...], segment: int) -> list[Copy]:
+    """Every row of a segment, one by one."""
+    rows: list[Copy] = []
+    for piece in plan.pieces(segment):
+        addresses = addresses_of[piece.block_idx]
+        layer_offset = addresses.layer_offset_bytes(plan.blocks[piece.block_idx], piece.layer)
+        slot_offset = piece.slot_offset_bytes
+        for row_offset in addresses.row_offsets[piece.first_row : piece.end_row].tolist():
+            rows.append((layer_offset + row_offset, slot_offset, addresses.row_bytes))
+            slot_offset += addresses.row_bytes
+    return rows
 
 
 class Executor:
@@ -52,6 +58,7 @@ class Executor:
         move: Callable[[Operation], None],
         report: Callable[[Operation, str | None, bool], None],
         begun: Callable[[Operation], None],
+        recheck: Callable[[Operation], str | None],
     ) -> None:
         self._process = process
         self._num_idle = num_threads
@@ -60,6 +67,7 @@ class Executor:
         self._move = move
         self._report = report
         self._begun = begun
+        self._recheck = recheck
         self._queue: deque[Operation] = deque()
 
     def submit(self, operation: Operation) -> None:
@@ -85,7 +93,7 @@ class Executor:
         if error is None:
             self._move(operation)
         delay_s = self._faults.delay_s(self._shape)
-        self._process.after(delay_s, lambda: self._end(operation, error, True))
+        self._process.after(delay_s, lambda: self._end(operation, error or self._recheck(operation), True))
 
     def _end(self, operation: Operation, error: str | None, was_begun: bool) -> None:
         self._num_idle += 1

@@ -177,6 +177,10 @@ class Judge:
                 transfer = agent.core._moves._running[action.operation].receive.transfer
                 self._may_touch(agent, transfer)
                 agent.emitted_scatter(action, transfer)
+            case decode_actions.Pull():
+                transfer = agent.core._moves._running[action.operation].receive.transfer
+                self._may_touch(agent, transfer)
+                agent.emitted_pull(action, transfer)
             case decode_actions.Notify():
                 scatters = [each for each in agent.scatters.values() if each.transfer == action.event.transfer]
                 detail = f"{agent.name}: {action.event.event} while {len(scatters)} scatters run"

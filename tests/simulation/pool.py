@@ -94,6 +94,12 @@ class WorkerPool:
         check(value == expected, "wrong value", f"pool byte {offset}: got {value.hex()}, expected {expected.hex()}")
         self._bytes[offset : offset + ROW_BYTES] = value
 
+    def write_pulled(self, offset: int, value: bytes, owner: object) -> None:
+        """One row of a pull: it may turn out wrong, but only in a page that the transfer holds."""
+        side = self.rows.get(offset, (None, b""))[0]
+        check(side is owner and side is not None, "foreign write", f"pool byte {offset} is not held by this transfer")
+        self._bytes[offset : offset + ROW_BYTES] = value
+
     def check_complete(self, side: Side) -> None:
         """Every row that `side` holds has its value."""
         for offset in side.offsets:

@@ -19,6 +19,7 @@ from tests.simulation.engine import LegId, SimWrite, WriteState
 from tests.simulation.executor import Executor, Operation
 from tests.simulation.judge import check_sender_slots
 from tests.simulation.network import Link
+from tests.simulation.pull import LeaseWords
 from tests.simulation.topology import ROW_BYTES, SLOT_BYTES
 from tests.simulation.violation import check
 
@@ -36,15 +37,15 @@ class SimPrefill(SimAgent[Action]):
         self.slots = WatchedSlots(
             setup.num_sender_slots, SENDER_MOVES, lambda slot, state: world.judge.sender_slot(self, slot, state)
         )
-        self.core = PrefillCore(self.slots, setup.mode)
+        self.leases = LeaseWords()
+        self.core = PrefillCore(self.slots, setup.mode, self.leases)
         self.links: dict[str, Link] = {}  # by the peer's incarnation, the newest
         self.gathers: dict[int, Operation] = {}
         self.writes: dict[int, SimWrite] = {}  # emitted, and not yet known to have ended
         self.unproven: list[SimWrite] = []  # mode raw: ends of unknown outcome, kept from the core until a rotation
         self._epochs: dict[str, int] = {}
-        self._executor = Executor(
-            self, setup.num_threads, world.faults, setup.rows, self._gather, self._gathered, self._begun
-        )
+        threads = setup.num_threads, world.faults, setup.rows
+        self._executor = Executor(self, *threads, self._gather, self._gathered, self._begun, lambda _: None)
 
     def epoch_of(self, peer: str) -> int | None:
         """The engine object of `peer` that this side would write to."""

@@ -65,7 +65,7 @@ def draw_setup(choices: Choices) -> Setup:
     )
     return Setup(
         topology=topology,
-        mode=choices.one_of((Mode.PACKED, Mode.PACKED, Mode.RAW)),
+        mode=choices.one_of((Mode.PACKED, Mode.PACKED, Mode.RAW, Mode.AUTO)),
         num_sender_slots=choices.one_of((4, 1, 2)),
         num_landing_slots=choices.one_of((4, 1, 2)),
         credits_per_leg=choices.one_of((2, 1)),
