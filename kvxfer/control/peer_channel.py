@@ -65,7 +65,8 @@ def incarnation_of(sender: bytes) -> bytes:
 
 
 class PeerListener(Channel):
-    """Prefill agent's side of the channel between agents. `endpoint` is what peers are told to connect to.
+    """Prefill agent's side of the channel between agents. `endpoint` is what peers are told to connect to,
+    `address` the numeric one at which this host is reached.
 
     Senders are named by their incarnations, and a number where one has several connections (`incarnation_of`); what
     calls itself otherwise is dropped and counted. An incarnation belongs to the key that used it first: a message
@@ -109,6 +110,7 @@ class PeerListener(Channel):
             raise
         bound_port = int(str(self._socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0").rpartition(":")[2])
         self.endpoint = format_endpoint(advertised, bound_port)
+        self.address = advertised if is_wildcard(address) else address
 
     def _set_options(self) -> None:
         super()._set_options()

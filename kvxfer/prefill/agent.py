@@ -63,7 +63,7 @@ class PrefillAgent:
                 self,
                 role="prefill",
                 socket_dir=config.socket_dir,
-                host=config.listen_host,
+                host=listener.address,
                 transport=config.transport,
                 slots=config.slots,
                 num_threads=config.num_threads,

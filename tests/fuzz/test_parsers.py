@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.fuzz.mutate import mutate
 from tests.fuzz.targets import SEEDS, TARGETS
 
-_QUICK = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+_QUICK = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("target", TARGETS)
