@@ -18,7 +18,7 @@ from kvxfer.layout import LayerRange, Placement, Shard
 from kvxfer.ops.config import SlotConfig, TransferMode, TransportName
 from kvxfer.ownership import local_len
 
-SLOTS = SlotConfig(num_slots=4, slot_bytes=16 << 20)
+NUM_SLOTS, SLOT_BYTES = 4, 16 << 20
 """64 MiB in few large slots: on one host a segment costs processor time, and more in flight gain nothing."""
 _YARDSTICK_TIMEOUT_S = 180.0
 _SEED = 1
@@ -39,6 +39,8 @@ class TransferCase:
     interleave: int
     chunk_tokens: int
     num_repeats: int
+    num_slots: int = NUM_SLOTS
+    slot_bytes: int = SLOT_BYTES
 
     def check(self) -> None:
         """Raise `ConfigError` for values that make no bench."""
@@ -48,8 +50,13 @@ class TransferCase:
         for name, (got, least) in minimum.items():
             if got < least:
                 raise ConfigError(f"--{name}: got {got}, expected at least {least}")
-        if self.row_bytes > SLOTS.slot_bytes:
-            raise ConfigError(f"--row-bytes: got {self.row_bytes}, expected at most a slot, {SLOTS.slot_bytes}")
+        if not 1 <= self.num_slots <= 4096 or self.slot_bytes < 4096:
+            raise ConfigError(
+                f"--num-slots, --slot-kib: got {self.num_slots} slots of {self.slot_bytes >> 10} KiB, "
+                "expected 1 to 4096 of at least 4 KiB"
+            )
+        if self.row_bytes > self.slot_bytes:
+            raise ConfigError(f"--row-bytes: got {self.row_bytes}, expected at most a slot, {self.slot_bytes}")
 
     @property
     def num_bytes(self) -> int:
@@ -62,13 +69,14 @@ class TransferCase:
         and the sender needs one for each rank.
         """
         if self.mode != "serial":
-            return SLOTS, SLOTS
+            slots = SlotConfig(num_slots=self.num_slots, slot_bytes=self.slot_bytes)
+            return slots, slots
         num_rows = max(
             local_len(shard, min(first + self.chunk_tokens, self.num_tokens)) - local_len(shard, first)
             for shard in (Shard(rank, self.num_ranks, self.interleave) for rank in range(self.num_ranks))
             for first in range(0, max(self.num_tokens, 1), self.chunk_tokens)
         )
-        slot_bytes = max(SLOTS.slot_bytes, -(-num_rows * self.num_layers * self.row_bytes // 4096) * 4096)
+        slot_bytes = max(self.slot_bytes, -(-num_rows * self.num_layers * self.row_bytes // 4096) * 4096)
         return SlotConfig(num_slots=self.num_ranks, slot_bytes=slot_bytes), SlotConfig(
             num_slots=1, slot_bytes=slot_bytes
         )

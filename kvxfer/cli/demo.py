@@ -14,6 +14,7 @@ from kvxfer.cli.ensemble import Ensemble, Move, Setup
 from kvxfer.cli.harness import Cast
 from kvxfer.cli.output import Steps
 from kvxfer.cli.pools import count_raw_descriptors
+from kvxfer.control.messages import TransferStats
 from kvxfer.errors import ConfigError
 from kvxfer.ops.config import SlotConfig
 
@@ -148,7 +149,7 @@ def run_demo(options: DemoOptions, steps: Steps) -> DemoResult:
         prefill_s=prefilled.elapsed_s,
         pair_s=pair.elapsed_s,
         move=move,
-        ranks=tuple(_rank_result(options, stage, move, rank, problem) for rank, problem in enumerate(problems)),
+        ranks=tuple(_rank_result(stage, move, rank, problem) for rank, problem in enumerate(problems)),
         decoded=decoded,
     )
 
@@ -163,7 +164,7 @@ def _decode(ensemble: Ensemble, stage: Stage, directory: Path, steps: Steps) -> 
     return DecodeResult(alone.tokens, tuple(each.tokens for each in shared), max(each.elapsed_s for each in shared))
 
 
-def _rank_result(options: DemoOptions, stage: Stage, move: Move, rank: int, problem: str) -> RankResult:
+def _rank_result(stage: Stage, move: Move, rank: int, problem: str) -> RankResult:
     stats = move.landed[rank]
     src, dst = stage.src.layout, stage.dst[rank].layout
     descriptors_raw = count_raw_descriptors(src, dst, stage.pagings, stage.chunks, SLOTS.slot_bytes)
@@ -172,10 +173,17 @@ def _rank_result(options: DemoOptions, stage: Stage, move: Move, rank: int, prob
         num_rows=stats.num_rows,
         num_bytes=stats.num_bytes,
         descriptors_raw=descriptors_raw,
-        descriptors_sent=descriptors_raw if options.mode == "raw" else stats.num_segments,
+        descriptors_sent=_descriptors_sent(move, descriptors_raw, stats),
         transfer_s=move.landed_s[rank],
         problem=problem,
     )
+
+
+def _descriptors_sent(move: Move, descriptors_raw: int, stats: TransferStats) -> int:
+    """Those of one rank. Mode auto chooses for all ranks alike: their pools and paths are."""
+    if move.sent.num_descriptors == 0:
+        return 0  # the rank has pulled its rows
+    return descriptors_raw if move.sent.num_descriptors == move.sent.num_runs else stats.num_segments
 
 
 def _read_prompt(options: DemoOptions) -> bytes:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from kvxfer.cli import protocol
 from kvxfer.cli.ensemble import Pool
 from kvxfer.cli.pools import SPARE_PAGES, GroupShape, Paging, cut_chunks, lay_out, page_tables, state_parts
 from kvxfer.layout import LayerRange, Placement, Shard
+from kvxfer.ops.config import TransferMode, TransportName
 
 NUM_LAYERS = 4
 ROW_BYTES = 1152
@@ -25,8 +25,8 @@ class DemoOptions:
 
     prompt: Path | None
     num_ranks: int
-    mode: Literal["packed", "raw"]
-    transport: Literal["nixl", "loopback"]
+    mode: TransferMode
+    transport: TransportName
     num_draft_layers: int
     state_bytes: int
     num_decode_steps: int

@@ -28,20 +28,19 @@ class _Transport(enum.Enum):
     LOOPBACK = "loopback"
 
 
-class _DemoTransport(enum.Enum):
-    NIXL = "nixl"
-    LOOPBACK = "loopback"
-
-
 class _Mode(enum.Enum):
+    AUTO = "auto"
     PACKED = "packed"
     RAW = "raw"
+    P2P = "p2p"
     SERIAL = "serial"
 
 
 class _DemoMode(enum.Enum):
+    AUTO = "auto"
     PACKED = "packed"
     RAW = "raw"
+    P2P = "p2p"
 
 
 class _Pages(enum.Enum):
@@ -85,8 +84,10 @@ def keygen(
 def demo(
     prompt: Annotated[Path | None, typer.Option(help="Text to prefill, one token a byte. Default: the README.")] = None,
     ranks: Annotated[int, typer.Option(min=1, max=16, help="Decode workers: the DCP size.")] = 4,
-    mode: Annotated[_DemoMode, typer.Option(help="Pack rows into slots, or send each as it lies.")] = _DemoMode.PACKED,
-    transport: Annotated[_DemoTransport, typer.Option(help="Engine that moves the slots.")] = _DemoTransport.NIXL,
+    mode: Annotated[
+        _DemoMode, typer.Option(help="Pack rows into slots, send each as it lies, or pull.")
+    ] = _DemoMode.PACKED,
+    transport: Annotated[_Transport, typer.Option(help="Engine that moves the slots.")] = _Transport.NIXL,
     draft_layers: Annotated[
         int, typer.Option(min=0, max=8, help="Layers of a draft model, whose KV every rank gets.")
     ] = 0,
@@ -118,7 +119,9 @@ def demo(
 @bench.command("transfer")
 def bench_transfer(
     transport: Annotated[_Transport, typer.Option(help="Engine that moves the slots.")] = _Transport.NIXL,
-    mode: Annotated[_Mode, typer.Option(help="serial: pack a whole chunk, then send it.")] = _Mode.PACKED,
+    mode: Annotated[
+        _Mode, typer.Option(help="How rows travel; docs/configuration.md has all. serial: pack a whole chunk first.")
+    ] = _Mode.PACKED,
     compare: Annotated[str, typer.Option(help="Measure several modes in turn, e.g. packed,raw,serial.")] = "",
     tokens: Annotated[int, typer.Option(help="Length of the sequence.")] = 8192,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 61,
@@ -129,6 +132,8 @@ def bench_transfer(
     interleave: Annotated[int, typer.Option(help="Neighbouring tokens that one rank owns.")] = 1,
     chunk: Annotated[int, typer.Option(help="Tokens a submit, as chunked prefill hands them over.")] = 8192,
     repeat: Annotated[int, typer.Option(help="Measured transfers, after one that warms up.")] = 3,
+    num_slots: Annotated[int, typer.Option(help="Slots of each agent; serial takes as many as it needs.")] = 4,
+    slot_kib: Annotated[int, typer.Option(help="Size of one slot, in KiB; serial takes what it needs.")] = 16384,
     as_json: _Json = False,
 ) -> None:
     """Time the whole path between processes: open, plan, pack, send, scatter, landed; and one contiguous write of the
@@ -151,6 +156,8 @@ def bench_transfer(
                 interleave,
                 chunk,
                 repeat,
+                num_slots,
+                slot_kib << 10,
             )
             results.append(run_case(case, steps))
     facts = [result.as_json() for result in results]
