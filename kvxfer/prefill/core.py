@@ -20,6 +20,7 @@ from kvxfer.control.messages import (
     Quiesced,
     QuiescedAck,
     Submit,
+    Want,
 )
 from kvxfer.errors import RefusedError
 from kvxfer.layout import PoolLayout
@@ -246,6 +247,10 @@ class PrefillCore:
                 finished=leg.finished,
             )
         self._life.outbox.append(SendToPeer(peer.info.incarnation, status))
+        if leg is not None and leg.state is LegState.ACTIVE and leg.num_wanted_sent:
+            # The last one may be lost, and a leg that holds slots without credits keeps others from theirs.
+            want = Want(transfer=leg.transfer, generation=message.generation, num_leased=leg.num_wanted_sent)
+            self._life.outbox.append(SendToPeer(peer.info.incarnation, want))
 
     # ---- ends of operations, time ----
 
