@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from kvxfer.control.messages import Credits
 from tests.simulation.choices import DelayShape
 from tests.simulation.clock import Clock
 
@@ -51,10 +52,11 @@ class Pipe(Generic[M]):
         self.faults.late_until = max(self.faults.late_until, at - 1.0)
         self.clock.after(at - self.clock.now, lambda: self._arrive(sent))
 
-    def lose_newest(self, num_kept: int) -> None:
+    def lose_newest(self, num_kept: int) -> list[M]:
         """Lose all that is under way but the oldest `num_kept`."""
         for sent in self.under_way[num_kept:]:
             sent.is_lost = True
+        return [sent.message for sent in self.under_way[num_kept:]]
 
     def _arrive(self, sent: _Sent[M]) -> None:
         self.under_way.remove(sent)
@@ -86,6 +88,11 @@ class Link:
 
     def reset(self, num_kept: int) -> None:
         """Lose the newest messages of both directions."""
-        self.prefill.world.taint_pair(self.prefill.incarnation, self.decode.incarnation)
-        self.to_prefill.lose_newest(num_kept)
+        world = self.prefill.world
+        world.taint_pair(self.prefill.incarnation, self.decode.incarnation)
+        lost = self.to_prefill.lose_newest(num_kept)
         self.to_decode.lose_newest(num_kept)
+        if any(isinstance(message, Credits) for message in lost):
+            # Nobody gives them again: the leg keeps slots of both sides until its deadline.
+            world.taint_agent(self.prefill.incarnation)
+            world.taint_agent(self.decode.incarnation)

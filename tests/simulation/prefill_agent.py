@@ -226,7 +226,8 @@ class SimPrefill(SimAgent[Action]):
         if outcome is Outcome.UNKNOWN and write.action.runs is not None and write.can_land:
             self.unproven.append(write)  # it may still read the worker's pages: only a rotation ends that
             return
-        if outcome is Outcome.DONE:
+        # A raw write of a leg that was stopped may have read pages which its worker had got back at the deadline.
+        if outcome is Outcome.DONE and not write.action.cancel.is_set:
             link = self.links.get(write.action.peer)
             if link is not None:
                 link.to_decode.send(write.action.notice)
