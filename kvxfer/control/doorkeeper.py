@@ -22,6 +22,15 @@ _MAX_REQUESTS_PER_CALL = 64
 _MAX_EVENTS_PER_CALL = 1024
 _MAX_NOTES = 16
 _EVENT = struct.Struct("=Hi")
+# Not all: where the process has no descriptor left, ZMQ tells of connections that it cannot accept without end.
+_EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 _monitor_numbers = itertools.count()
 
 
@@ -74,7 +83,7 @@ class ConnectionWatch:
         self.socket.rcvhwm = 0
         self.socket.linger = 0
         endpoint = f"inproc://kvxfer-watch-{next(_monitor_numbers)}"
-        watched.monitor(endpoint, zmq.EVENT_ALL)
+        watched.monitor(endpoint, _EVENTS)
         self.socket.connect(endpoint)
 
     def events(self) -> list[tuple[int, int]]:

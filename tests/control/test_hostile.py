@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import socket
 import subprocess
@@ -228,3 +229,38 @@ def test_a_peer_whose_messages_are_not_read_fills_its_own_queue(peers: PeerListe
         heard = [next_frame(peers) for _ in range(num_sent + 1)]
         assert sum(frame == b"hello" for _, frame in heard) == 1
         assert heard.index((b"cd" * 16, b"hello")) < num_sent  # served in turn, not behind the flood
+
+
+_FEW_DESCRIPTORS = """
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+import kvxfer.control.channel, kvxfer.control.peer_channel as peer_channel
+for module in (kvxfer.control.channel, peer_channel):
+    module.HANDSHAKE_MS = 500
+from kvxfer.control.auth import KeyPair
+with peer_channel.PeerListener("127.0.0.1", 0, peer_channel.Credentials(KeyPair(*sys.argv[1:]))) as listener:
+    print(listener.endpoint, flush=True)
+    selector = kvxfer.control.channel.Selector([listener])
+    while listener.receive() is None:
+        selector.wait(0.2)
+    counts = listener.counts
+    print(json.dumps([counts.num_accepted, counts.num_admitted, counts.num_failed + counts.num_strangers]), flush=True)
+"""
+
+
+def test_a_process_without_descriptors_recovers() -> None:
+    """More connections than it may have: those that say nothing are ended, then the next peer is let in."""
+    command = [sys.executable, "-c", _FEW_DESCRIPTORS, LISTENER.keys.public, LISTENER.keys.secret]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, contextlib.ExitStack() as stack:
+        assert process.stdout is not None
+        endpoint = process.stdout.readline().strip()
+        address = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
+        for _ in range(80):
+            stack.enter_context(socket.create_connection(address, timeout=5))
+        connection = stack.enter_context(connect(endpoint))
+        connection.send(REMOTE, b"hello")
+        num_accepted, num_admitted, num_others = json.loads(process.stdout.readline())
+        assert num_accepted > 80
+        assert num_admitted == 1
+        assert num_others >= 30  # the others were accepted just now
+        assert process.wait(10) == 0
