@@ -144,12 +144,12 @@ def test_bench_over_nixl(environment: dict[str, str], shape: str) -> None:
 @pytest.mark.nixl
 def test_bench_compares_modes(environment: dict[str, str]) -> None:
     result = _bench(
-        environment, "--transport", "nixl", "--dcp", "2", "--tokens", "600", "--compare", "packed,raw,serial"
+        environment, "--transport", "nixl", "--dcp", "2", "--tokens", "600", "--compare", "packed,raw,serial,p2p"
     )
     assert result["verified"] is True
     sent = {fact["mode"]: fact["descriptors_sent"] for fact in result["modes"]}
-    assert sent == {"packed": 2, "raw": 1800, "serial": 2}
-    assert result["ratios"].keys() == {"packed_to_raw", "packed_to_serial"}
+    assert sent == {"packed": 2, "raw": 1800, "serial": 2, "p2p": 0}
+    assert result["ratios"].keys() == {"packed_to_raw", "packed_to_serial", "packed_to_p2p"}
 
 
 @pytest.mark.mooncake

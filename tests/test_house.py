@@ -23,6 +23,7 @@ _AGENT = {
     "transfer",
     "operations",
     "rows_host",
+    "rows_copy",
     "slots",
     "slot_memory",
     "sidecar",
