@@ -18,11 +18,11 @@ What is modelled:
 - delays have heavy tails: none, short, longer than a deadline
 - an agent stops between any two actions, for a while or for ever; so do its threads between queue, flag and bytes
 - agents come back with new incarnations, workers are lost and come back with new pools
-- connections lose their newest messages unseen; as a fault beyond what a connection may do, messages overtake
+- connections lose their newest messages unseen; as faults beyond what a connection may do, messages overtake or repeat
 - workers abort at any time, retry with the same ticket, reuse pages at once; routers drop requests
 - one to two prefill agents (stages, shards, replicas), one to two decode agents (ranks, holders of one shard, groups of
   their own), chunks by tokens or layers in any order with grants, prefixes, rows already held, no rows; one to four
-  slots; modes packed and raw
+  slots; modes packed and raw, and pulls out of a mapped pool under a lease, which the source's worker outlives
 
 Invariants, checked after every step (`judge`, `pool`):
 
@@ -36,5 +36,5 @@ Invariants, checked after every step (`judge`, `pool`):
 8. a message of another generation changes nothing, and a peer's fault no transfer of the others
 9. when faults have stopped, everything ends, transfers that no fault has touched have arrived, and new ones do
 
-Not modelled: pulls (mode p2p), mode serial, path measurements, partly landed writes.
+Not modelled: mode serial, checksums, path measurements, writes and pulls that are half done.
 """

@@ -1,7 +1,8 @@
 """Control connections between agents: ordered both ways, and what breaks them.
 
-A reset loses the newest messages of both directions, unseen by either side. As a fault beyond what a connection may
-do, a message overtakes those before it: order is what the cores live from, never what their safety rests on.
+A reset loses the newest messages of both directions, unseen by either side. As faults beyond what a connection may
+do, a message overtakes those before it, or comes twice: order is what the cores live from, never what their safety
+rests on.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Pipe(Generic[M]):
     faults: Faults
     shape: DelayShape
     deliver: Callable[[M], None]
-    on_overtake: Callable[[], None]
+    on_fault: Callable[[], None]
     last_at: float = 0.0
     under_way: list[_Sent[M]] = field(default_factory=list)
 
@@ -46,11 +47,15 @@ class Pipe(Generic[M]):
         self.under_way.append(sent)
         at = self.clock.now + self.faults.delay_s(self.shape)
         if at < self.last_at and self.faults.is_due(self.faults.overtake):
-            self.on_overtake()
+            self.on_fault()
         else:
             self.last_at = at = max(at, self.last_at)
         self.faults.late_until = max(self.faults.late_until, at - 1.0)
         self.clock.after(at - self.clock.now, lambda: self._arrive(sent))
+        # Credits carry no number: told twice, they would count twice. No connection repeats; the others bear even that.
+        if not isinstance(message, Credits) and self.faults.is_due(self.faults.repeat):
+            self.on_fault()
+            self.clock.after(at - self.clock.now + self.faults.delay_s(self.shape), lambda: self.deliver(message))
 
     def lose_newest(self, num_kept: int) -> list[M]:
         """Lose all that is under way but the oldest `num_kept`."""
