@@ -22,8 +22,9 @@ class Peer:
     tombstones: set[LegKey] = field(default_factory=set)
 
     def raise_floor(self, floor: int) -> None:
-        """Generations below `floor` are over on the decode side: forget what was kept for them."""
-        if floor <= self.floor:
+        """Generations below `floor` are over on the decode side: forget what was kept for them, also what has ended
+        here only since the floor was told last."""
+        if floor < self.floor:
             return
         self.floor = floor
         self.legs = {key: leg for key, leg in self.legs.items() if key[1] >= floor or leg.is_live}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.control.messages import Finished, Grant, PullChunk, Pulled, Query, Want
+from kvxfer.control.messages import Finished, Grant, Ping, PullChunk, Pulled, Query, Want
 from kvxfer.layout import TokenRange
 from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.leg import Mode
@@ -83,3 +83,16 @@ def test_a_puller_that_gives_up_ends_the_transfer() -> None:
     assert driver.ends(transfer) == [(EventKind.FAILED, Reason.ABORTED_BY_PEER)]
     driver.receive(peer, Pulled(transfer=transfer, generation=1, chunk=0))
     assert driver.to(peer, Finished) == []
+
+
+def test_a_leg_that_ends_after_the_floor_has_passed_it_is_forgotten_with_the_next_ping() -> None:
+    driver = PrefillDriver()
+    peer, transfer = driver.pair(), driver.ticket()
+    driver.submit(transfer, 0, 4)
+    driver.grant(peer, transfer, 4)
+    driver.abort(transfer)  # its gather still runs
+    driver.receive(peer, Ping(incarnation=peer, floor=2))
+    assert driver.core.peers[peer].legs
+    driver.end_gathers()
+    driver.receive(peer, Ping(incarnation=peer, floor=2))
+    assert driver.core.peers[peer].legs == {}
