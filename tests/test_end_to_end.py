@@ -231,7 +231,10 @@ def test_second_agent_of_a_socket_directory_is_refused(environment: dict[str, st
         (["bench", "transfer", "--tokens", "-1"], "--tokens: got -1, expected at least 0"),
         (["bench", "transfer", "--row-bytes", "0"], "--row-bytes: got 0, expected at least 1"),
         (["bench", "transfer", "--row-bytes", "20000000"], "--row-bytes: got 20000000, expected at most"),
-        (["bench", "transfer", "--compare", "packed,fast"], "--compare: got 'fast', expected some of packed"),
+        (
+            ["bench", "transfer", "--compare", "packed,fast"],
+            "--compare: got 'fast', expected some of auto, packed, raw, p2p, serial",
+        ),
         (["prefill", "--config", "/nonexistent.toml"], "/nonexistent.toml: cannot be read"),
     ],
 )
