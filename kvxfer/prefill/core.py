@@ -264,8 +264,9 @@ class PrefillCore:
         transfer = self.transfers[legs[0].transfer]  # a gather serves legs of one transfer
         if error is not None and not go_raw:
             self._life.fail(transfer, Reason.GATHER_FAILED, error, now)
-        else:
-            self._life.advance(transfer, now)
+            return
+        self._life.num_fallbacks += go_raw
+        self._life.advance(transfer, now)
 
     def write_ended(self, operation: int, outcome: Outcome, detail: str, now: float) -> None:
         """A write has ended, or was never posted (`FAILED`)."""

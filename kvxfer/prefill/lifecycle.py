@@ -49,7 +49,9 @@ class Lifecycle:
         self.mode = mode
         self.may_send_raw = mode is Mode.RAW
         self.leases = leases
+        self.is_draining = False  # nothing new is taken on
         self.num_chosen: Counter[Mode] = Counter()  # legs in mode auto, by the way that they took
+        self.num_fallbacks = 0  # gathers that failed and whose rows went run by run
         self.transfers: dict[str, Transfer] = {}
         self.ended: OrderedDict[str, Reason | None] = OrderedDict()
         """The newest transfers that were forgotten, and why they ended; None for those that were sent."""
