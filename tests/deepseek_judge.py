@@ -1,14 +1,14 @@
 """A tiny random DeepSeek-V3 of Hugging Face transformers, decoded with our absorbed attention over split latent KV.
 
-The model's own `generate` is the judge. Its prefill gives the latent rows; whatever stands between
-`prefill_latents` and `DecodeRank` (nothing, or agents that move the rows) must not change a token. All float32: bf16
-flips an argmax.
+The model's own `generate` is the judge. Its prefill gives the latent rows; whatever stands between `prefill_chunks`
+and `DecodeRank` (nothing, or agents that move the rows) must not change a token. All float32: bf16 flips an argmax.
 
-In order: `build_model`, `generated_tokens`, `prefill_latents`, `DecodeRank` (one a rank), `decode_tokens`.
+In order: `build_model`, `generated_tokens`, `prefill_chunks`, `DecodeRank` (one a rank), `decode_tokens`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
@@ -18,12 +18,13 @@ from kvxfer.kernels import lse_combine, mla_decode
 from kvxfer.layout import Shard, TokenRange
 from kvxfer.ownership import local_len, owned_tokens
 
-RANK_DIM, ROPE_DIM, NOPE_DIM, V_DIM, HEADS, LAYERS = 32, 16, 16, 24, 4, 3
+RANK_DIM, ROPE_DIM, NOPE_DIM, V_DIM, LAYERS = 32, 16, 16, 24, 3
 ROW_DIM = RANK_DIM + ROPE_DIM
+HEADS = 12  # 1 to 4 ranks share them evenly
 
-# (layer, absorbed query `[1, HEADS, ROW_DIM]`, the new token's row `[ROW_DIM]`) to `[1, HEADS, RANK_DIM]`. It stores
-# the row before it attends: a token sees itself.
-Attend = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+# (layer, position, absorbed query `[1, HEADS, ROW_DIM]`, the new token's row `[ROW_DIM]`) to `[1, HEADS, RANK_DIM]`.
+# It stores the row before it attends: a token sees itself.
+Attend = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def build_model(seed: int) -> DeepseekV3ForCausalLM:
@@ -71,16 +72,35 @@ def generated_tokens(model: DeepseekV3ForCausalLM, prompt: Sequence[int], num_to
     return [int(token) for token in found[0, len(prompt) :]]
 
 
-@torch.no_grad()
-def prefill_latents(model: DeepseekV3ForCausalLM, prompt: Sequence[int]) -> tuple[list[torch.Tensor], int]:
-    """Per layer the latent rows of the prompt, `[num_tokens, ROW_DIM]` float32 contiguous, and the first new token.
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Tokens `[first, end)` of a prompt: per layer their latent rows, `[end - first, ROW_DIM]` float32 contiguous.
 
     A row is what the model's own cache holds: the normalised latent (its "keys"), then the roped key (its "values").
+    `next_token` is what the model would say after token `end - 1`.
     """
+
+    first: int
+    end: int
+    rows: list[torch.Tensor]
+    next_token: int
+
+
+@torch.no_grad()
+def prefill_chunks(model: DeepseekV3ForCausalLM, prompt: Sequence[int], chunk_tokens: int) -> Iterator[PrefillChunk]:
+    """Prefills `chunk_tokens` at a time, each chunk with the model's own attention over those before it."""
     cache = DynamicCache(config=model.config)
-    logits = model(torch.tensor([list(prompt)]), cache=cache, use_cache=True).logits
-    rows = [torch.cat((layer.keys[0, 0], layer.values[0, 0]), dim=-1).contiguous() for layer in cache.layers]
-    return rows, int(logits[0, -1].argmax())
+    for first in range(0, len(prompt), chunk_tokens):
+        end = min(first + chunk_tokens, len(prompt))
+        logits = model(torch.tensor([list(prompt[first:end])]), cache=cache, use_cache=True).logits
+        rows = [torch.cat((layer.keys[0, 0], layer.values[0, 0]), dim=-1)[first:end] for layer in cache.layers]
+        yield PrefillChunk(first, end, rows, int(logits[0, -1].argmax()))
+
+
+def prefill_at_once(model: DeepseekV3ForCausalLM, prompt: Sequence[int]) -> tuple[list[torch.Tensor], int]:
+    """Per layer the rows of the whole prompt, and the first new token."""
+    (chunk,) = prefill_chunks(model, prompt, len(prompt))
+    return chunk.rows, chunk.next_token
 
 
 @torch.no_grad()
@@ -91,7 +111,7 @@ def decode_step(model: DeepseekV3ForCausalLM, token: int, position: int, attend:
     for layer_idx, layer in enumerate(model.model.layers):
         normed = layer.input_layernorm(hidden)
         query, row = _query_and_row(layer.self_attn, normed, rope)
-        latent = attend(layer_idx, query, row)
+        latent = attend(layer_idx, position, query, row)
         value_up = _kv_up_projection(layer.self_attn)[:, NOPE_DIM:]
         heads_out = torch.einsum("bhr,hvr->bhv", latent, value_up).reshape(1, 1, -1)
         hidden = hidden + layer.self_attn.o_proj(heads_out)
@@ -127,24 +147,23 @@ def _rope_pairs(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> tor
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
 
 
+@dataclass(frozen=True, slots=True)
 class DecodeRank:
     """One decode rank's pages for every layer: attends over its own rows and stores the new rows it owns.
 
-    `kv_pages`: per layer `[num_pages, page_tokens, ROW_DIM]` float32, already filled with the rank's rows of the first
-    `num_tokens` tokens at `pages` (local row j at `pages[j // page_tokens]`); pages beyond those take the new rows.
+    `kv_pages`: per layer `[num_pages, page_tokens, ROW_DIM]` float32 that holds the rank's rows at `pages` (local row j
+    in page `pages[j // page_tokens]`); pages beyond those of the prompt take the new rows.
     """
 
-    def __init__(self, shard: Shard, kv_pages: Sequence[torch.Tensor], pages: torch.Tensor, num_tokens: int) -> None:
-        self.shard = shard
-        self.kv_pages = kv_pages
-        self.pages = pages
-        self.num_tokens = num_tokens
+    shard: Shard
+    kv_pages: Sequence[torch.Tensor]
+    pages: torch.Tensor
 
     def partial(
-        self, layer: int, query: torch.Tensor, row: torch.Tensor, scale: float
+        self, layer: int, position: int, query: torch.Tensor, row: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores `row`, of token `num_tokens`, if it is this rank's; then `out`, `lse` over the rank's rows."""
-        held, num_rows = local_len(self.shard, self.num_tokens), local_len(self.shard, self.num_tokens + 1)
+        """Stores `row`, of token `position`, if it is this rank's; then `out`, `lse` over the rank's rows."""
+        held, num_rows = local_len(self.shard, position), local_len(self.shard, position + 1)
         page_tokens = self.kv_pages[layer].shape[1]
         if num_rows > held:
             self.kv_pages[layer][self.pages[held // page_tokens], held % page_tokens] = row
@@ -158,38 +177,47 @@ class DecodeRank:
         )
 
 
+def shuffled_pages(shard: Shard, num_tokens: int, page_tokens: int, seed: int) -> torch.Tensor:
+    """As many page ids as the rank needs for `num_tokens` tokens, from 0 up, in any order."""
+    num_pages = math.ceil(local_len(shard, num_tokens) / page_tokens)
+    return torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
+
+
 def scattered_rank(
     shard: Shard, rows: Sequence[torch.Tensor], page_tokens: int, spare_tokens: int, seed: int
 ) -> DecodeRank:
     """A rank whose rows were put into shuffled pages by plain indexing: the form without agents in between."""
     num_tokens = rows[0].shape[0]
-    num_pages = math.ceil(local_len(shard, num_tokens + spare_tokens) / page_tokens)
-    pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
+    pages = shuffled_pages(shard, num_tokens + spare_tokens, page_tokens, seed)
     owned = torch.from_numpy(owned_tokens(shard, TokenRange(first=0, end=num_tokens)))
     local = torch.arange(len(owned))
-    kv_pages = [torch.full((num_pages, page_tokens, ROW_DIM), float("nan")) for _ in rows]
+    kv_pages = [torch.full((len(pages), page_tokens, ROW_DIM), float("nan")) for _ in rows]
     for layer_pages, layer_rows in zip(kv_pages, rows, strict=True):
         layer_pages[pages[local // page_tokens], local % page_tokens] = layer_rows[owned]
-    return DecodeRank(shard, kv_pages, pages, num_tokens)
+    return DecodeRank(shard, kv_pages, pages)
+
+
+def softmax_scale(model: DeepseekV3ForCausalLM) -> float:
+    return float(model.model.layers[0].self_attn.scaling)
+
+
+def attend_together(ranks: Sequence[DecodeRank], scale: float) -> Attend:
+    """All ranks in one process: each attends over its rows, `lse_combine` merges."""
+
+    def attend(layer: int, position: int, query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        partials = [rank.partial(layer, position, query, row, scale) for rank in ranks]
+        return lse_combine(
+            torch.stack([out for out, _ in partials]), torch.stack([lse for _, lse in partials]), lse_base="e"
+        )
+
+    return attend
 
 
 def decode_tokens(
-    model: DeepseekV3ForCausalLM, ranks: Sequence[DecodeRank], first_token: int, num_tokens: int
+    model: DeepseekV3ForCausalLM, first_token: int, num_past: int, num_tokens: int, attend: Attend
 ) -> list[int]:
-    """`num_tokens` greedy tokens, `first_token` among them, from ranks that each hold a part of every layer."""
-    scale = model.model.layers[0].self_attn.scaling
-
-    def attend(layer: int, query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        partials = [rank.partial(layer, query, row, scale) for rank in ranks]
-        merged = lse_combine(
-            torch.stack([out for out, _ in partials]), torch.stack([lse for _, lse in partials]), lse_base="e"
-        )
-        assert isinstance(merged, torch.Tensor)
-        return merged
-
+    """`num_tokens` greedy tokens after a prompt of `num_past`; `first_token`, which prefill gave, is one of them."""
     tokens = [first_token]
-    while len(tokens) < num_tokens:
-        tokens.append(decode_step(model, tokens[-1], ranks[0].num_tokens, attend))
-        for rank in ranks:
-            rank.num_tokens += 1
+    for position in range(num_past, num_past + num_tokens - 1):
+        tokens.append(decode_step(model, tokens[-1], position, attend))
     return tokens

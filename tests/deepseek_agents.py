@@ -1,0 +1,228 @@
+"""The judge's latent rows on their way through real agents: a paged source pool, and the decode pools they land in.
+
+A decode pool is filled with NaN before anything lands: a row that did not come, or lies elsewhere, spoils every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+from transformers import DeepseekV3ForCausalLM
+
+from kvxfer.control.client import ChunkPages, DecodeClient, PrefillClient, ReceivePages
+from kvxfer.control.codec import encode_ticket
+from kvxfer.control.messages import Ticket
+from kvxfer.decode.dcp import DcpGroup
+from kvxfer.layout import Group, Placement, PoolLayout, Shard
+from kvxfer.memory import HostMemory
+from kvxfer.ops.config import TransportName
+from kvxfer.ownership import local_len
+from kvxfer.transfer import EventKind
+from tests.agent_world import WAIT_S, AgentWorld
+from tests.decode.dcp_ranks import run_ranks
+from tests.deepseek_judge import (
+    HEADS,
+    LAYERS,
+    RANK_DIM,
+    ROW_DIM,
+    Attend,
+    DecodeRank,
+    attend_together,
+    build_model,
+    decode_tokens,
+    prefill_chunks,
+    shuffled_pages,
+    softmax_scale,
+)
+from tests.wire_world import GUARD_BYTES, Geometry, GroupSpec, make_layout
+
+MODEL_SEED = 3
+SLOT_BYTES = 1024  # a chunk is cut into many segments
+CHUNK_TOKENS = 9  # chunks end within pages
+_NAN_BYTE = 0xFF  # four of them are a float32 NaN
+_GROUP = "latent"
+_SPECS = (GroupSpec(_GROUP, Placement.SHARDED, LAYERS, ROW_DIM * 4),)
+_NUM_PAGES = 32
+
+
+def source_layout() -> PoolLayout:
+    return _in_float32(make_layout(_SPECS, Geometry(5), _NUM_PAGES, Shard()))
+
+
+def target_layout(shard: Shard) -> PoolLayout:
+    """Other pages than the source's, in another order, with gaps between rows and pages."""
+    return _in_float32(make_layout(_SPECS, Geometry(4, "page_major", pad_bytes=16), _NUM_PAGES, shard))
+
+
+def _in_float32(layout: PoolLayout) -> PoolLayout:
+    return msgspec.structs.replace(layout, dtype_tag="fp32")
+
+
+def layer_pages(memory: HostMemory, group: Group) -> list[torch.Tensor]:
+    """Per layer a view `[num_pages, page_tokens, ROW_DIM]` float32 of the pool, whose memory it borrows."""
+    values = torch.from_numpy(memory.array).view(torch.float32)
+    shape = (group.num_pages, group.page_tokens, ROW_DIM)
+    strides = (group.page_stride_bytes // 4, group.row_stride_bytes // 4, 1)
+    offsets = [group.base_offset_bytes + layer * group.layer_stride_bytes for layer in range(LAYERS)]
+    return [values.as_strided(shape, strides, offset // 4) for offset in offsets]
+
+
+def send_prompt(
+    client: PrefillClient, memory: HostMemory, ticket: Ticket, model: DeepseekV3ForCausalLM, prompt: Sequence[int]
+) -> None:
+    """Prefills chunk by chunk, and submits each chunk as soon as its rows are in the pool; with the first token."""
+    (group,) = source_layout().groups
+    pages = shuffled_pages(Shard(), len(prompt), group.page_tokens, seed=11)
+    kv_pages = layer_pages(memory, group)
+    for chunk in prefill_chunks(model, prompt, CHUNK_TOKENS):
+        tokens = torch.arange(chunk.first, chunk.end)
+        for layer, rows in zip(kv_pages, chunk.rows, strict=True):
+            layer[pages[tokens // group.page_tokens], tokens % group.page_tokens] = rows
+        held = slice(chunk.first // group.page_tokens, -(-chunk.end // group.page_tokens))
+        is_last = chunk.end == len(prompt)
+        client.submit(
+            ticket,
+            {_GROUP: ChunkPages(chunk.first, chunk.end, pages[held].numpy())},
+            last=is_last,
+            aux=chunk.next_token.to_bytes(4, "little") if is_last else b"",
+        )
+
+
+class LatentPool:
+    """A decode worker's pool that waits for a prompt's rows; `num_spare` tokens more have room in its pages."""
+
+    def __init__(self, memory: HostMemory, client: DecodeClient, shard: Shard, num_tokens: int, num_spare: int) -> None:
+        memory.array[:] = _NAN_BYTE
+        self._memory, self._client = memory, client
+        self._shard, self._num_tokens = shard, num_tokens
+        (self._group,) = target_layout(shard).groups
+        self._pages = shuffled_pages(shard, num_tokens + num_spare, self._group.page_tokens, seed=shard.rank)
+
+    def open(self, ticket: Ticket | str) -> None:
+        num_pages = -(-local_len(self._shard, self._num_tokens) // self._group.page_tokens)
+        self._client.open(
+            ticket, {_GROUP: ReceivePages(0, self._num_tokens, self._pages[:num_pages].numpy())}, deadline_s=WAIT_S
+        )
+
+    def landed(self, ticket: Ticket | str) -> tuple[DecodeRank, int]:
+        """The rank once all rows are in its pages, and the first new token."""
+        event = self._client.wait(ticket, WAIT_S)
+        assert event.event is EventKind.LANDED, event
+        rank = DecodeRank(self._shard, layer_pages(self._memory, self._group), self._pages)
+        return rank, int.from_bytes(event.aux[0], "little")
+
+
+def decode_through_agents(
+    path: Path,
+    model: DeepseekV3ForCausalLM,
+    prompt: Sequence[int],
+    num_new: int,
+    *,
+    num_ranks: int,
+    interleave: int = 1,
+    transport: TransportName = "loopback",
+) -> list[int]:
+    """Prefill, agents, then decoding by `num_ranks` ranks of this process over the pages that the rows landed in."""
+    shards = [Shard(rank=rank, size=num_ranks, interleave=interleave) for rank in range(num_ranks)]
+    with AgentWorld(path, transport) as world:
+        world.start_prefill("prefill", slot_bytes=SLOT_BYTES)
+        source, source_client = world.join_prefill("prefill", source_layout())
+        pools = []
+        for shard in shards:
+            world.start_decode(f"decode{shard.rank}", shard.rank, num_ranks, slot_bytes=SLOT_BYTES)
+            seat, client = world.join_decode(f"decode{shard.rank}", target_layout(shard))
+            pools.append(LatentPool(seat.memory, client, shard, len(prompt), num_new))
+        ticket = source_client.ticket(deadline_s=WAIT_S)
+        for pool in pools:
+            pool.open(ticket)
+        send_prompt(source_client, source.memory, ticket, model, prompt)
+        ranks, first_tokens = zip(*(pool.landed(ticket) for pool in pools), strict=True)
+        assert source_client.wait(ticket, WAIT_S).event is EventKind.SENT
+        assert len(set(first_tokens)) == 1
+        attend = attend_together(ranks, softmax_scale(model))
+        return decode_tokens(model, first_tokens[0], len(prompt), num_new, attend)
+
+
+def decode_in_processes(
+    path: Path,
+    model: DeepseekV3ForCausalLM,
+    prompt: Sequence[int],
+    expected: list[int],
+    *,
+    num_ranks: int,
+    interleave: int,
+    backend: Literal["a2a", "ag_rs"],
+) -> None:
+    """As `decode_through_agents`, but every decode rank is a process of its own and they merge with a `DcpGroup`.
+
+    Every rank must say `expected`. Rows are pulled out of the source's pool (mode `auto` on one host); the prompt is
+    submitted before any rank has opened the transfer.
+    """
+    with AgentWorld(path / "agents") as world:
+        world.start_prefill("prefill", mode="auto", slot_bytes=SLOT_BYTES)
+        source, source_client = world.join_prefill("prefill", source_layout())
+        for rank in range(num_ranks):
+            world.start_decode(str(rank), rank, num_ranks, slot_bytes=SLOT_BYTES)
+        ticket = source_client.ticket()
+        send_prompt(source_client, source.memory, ticket, model, prompt)
+        (path / "ranks").mkdir()
+        arguments = (str(path / "agents"), encode_ticket(ticket), len(prompt), interleave, backend, expected)
+        run_ranks(_decode_as_rank, num_ranks, path / "ranks", *arguments)
+        assert source_client.wait(ticket, WAIT_S).event is EventKind.SENT
+
+
+def _decode_as_rank(
+    device: torch.device,
+    agents_dir: str,
+    ticket: str,
+    num_past: int,
+    interleave: int,
+    backend: Literal["a2a", "ag_rs"],
+    expected: list[int],
+) -> None:
+    """One decode worker: its own pool and client; the model's weights follow from the seed."""
+    shard = Shard(rank=dist.get_rank(), size=dist.get_world_size(), interleave=interleave)
+    layout = target_layout(shard)
+    socket_dir = Path(agents_dir) / str(shard.rank)
+    with (
+        HostMemory.create(layout.groups[0].extent_bytes + GUARD_BYTES, "pool") as memory,
+        DecodeClient.connect(socket_dir, memory, layout, timeout_s=WAIT_S) as client,
+    ):
+        pool = LatentPool(memory, client, shard, num_past, len(expected))
+        pool.open(ticket)
+        model = build_model(MODEL_SEED)
+        group = DcpGroup(
+            None,
+            HEADS,
+            RANK_DIM,
+            torch.float32,
+            backend,
+            lse_base="e",
+            max_batch=1,
+            interleave=interleave,
+            device=device,
+        )
+        rank, first_token = pool.landed(ticket)
+        tokens = decode_tokens(
+            model, first_token, num_past, len(expected), _attend_in_group(rank, group, softmax_scale(model))
+        )
+        assert tokens == expected
+
+
+def _attend_in_group(rank: DecodeRank, group: DcpGroup, scale: float) -> Attend:
+    """This rank attends with all heads over its own rows and gets its own heads merged, as under tensor parallelism."""
+    heads = slice(*(HEADS * index // group.world for index in (group.rank, group.rank + 1)))
+
+    def attend(layer: int, position: int, query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        queries = group.gather_query(query[:, heads])
+        out, lse = rank.partial(layer, position, queries, row, scale)
+        merged = group.combine(out, lse, row_lens=group.shard_lens(torch.tensor([position + 1])))
+        # The rest of this small model is not split: it wants all heads.
+        return group.gather_query(merged)
+
+    return attend
