@@ -42,13 +42,16 @@ class Result:
     extra_bytes: int
 
 
-def graph_us(run: Callable[[], object]) -> float:
-    """The median time of one call in a replayed graph, microseconds."""
+def graph_us(run: Callable[[], object], agree: Callable[[float], float] = float) -> float:
+    """The median time of one call in a replayed graph, microseconds.
+
+    Where `run` holds a collective, `agree` makes one of the ranks' estimates of it: all must capture as many calls.
+    """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()  # compiles
         # Short calls need many in a graph to hide its own launch; a few tell how many.
-        estimate_us = _replay_us(run, stream, num_calls=10, num_replays=5)
+        estimate_us = agree(_replay_us(run, stream, num_calls=10, num_replays=5))
         num_calls = max(1, min(_MAX_CALLS, int(_GRAPH_US / estimate_us)))
         return _replay_us(run, stream, num_calls, _NUM_REPLAYS)
 
