@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from kvxfer.errors import ContractError
 
 
-class SlotState(enum.Enum):
+class SlotState(enum.StrEnum):
     """What a slot is used for right now."""
 
     FREE = "free"

@@ -92,11 +92,12 @@ class NixlEngine:
     max_post_entries = MAX_POST_ENTRIES
     max_peer_entries = MAX_PEER_ENTRIES
 
-    def __init__(self, bindings: ModuleType, endpoint: str) -> None:
+    def __init__(self, bindings: ModuleType, endpoint: str, is_target: bool) -> None:
         self._nixl = bindings
         self.endpoint = endpoint
         config = bindings.nixlAgentConfig()
-        config.useProgThread = True  # a target makes progress only through it
+        # A target makes progress only through it. On the writing side it would spin on UCX's lock while a post copies.
+        config.useProgThread = is_target
         config.pthrDelay = _PROGRESS_INTERVAL_US
         config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
         self._agent: Any = bindings.nixlAgent(endpoint, config)

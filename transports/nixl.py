@@ -25,10 +25,11 @@ class NixlTransport(EngineTransport):
         rotate_stops_peer_writes=False,
     )
 
-    def __init__(self, incarnation: str, options: NixlOptions | None = None) -> None:
+    def __init__(self, incarnation: str, options: NixlOptions | None = None, *, is_target: bool = True) -> None:
+        self._is_target = is_target
         self._bindings = load_bindings(options or NixlOptions())
         super().__init__(incarnation)
 
     def _new_engine(self) -> NixlEngine:
         # A peer that knew an older object under the same name would keep its stale connection.
-        return NixlEngine(self._bindings, f"{self._incarnation}-{uuid.uuid4().hex[:8]}")
+        return NixlEngine(self._bindings, f"{self._incarnation}-{uuid.uuid4().hex[:8]}", self._is_target)

@@ -24,12 +24,19 @@ _Options = TypeVar("_Options")
 
 
 def create_transport(
-    name: str, *, incarnation: str, host: str = "127.0.0.1", options: Mapping[str, object] | None = None
+    name: str,
+    *,
+    incarnation: str,
+    host: str = "127.0.0.1",
+    options: Mapping[str, object] | None = None,
+    is_target: bool = True,
 ) -> Transport:
     """Make the transport `name` for the agent run `incarnation`, reachable at the IP address `host`.
 
-    `options` are the fields of the transport's own options class. Raises `ConfigError` for a name or option that is
-    none, `EngineMissingError` where the engine is not installed.
+    `options` are the fields of the transport's own options class. `is_target`: whether peers write into this side's
+    regions; an engine that only writes makes progress when it is looked at, without a thread for it.
+
+    Raises `ConfigError` for a name or option that is none, `EngineMissingError` where the engine is not installed.
     """
     options = options or {}
     address = _address(host)
@@ -39,7 +46,7 @@ def create_transport(
         parsed = _parse(options, NixlOptions, name)
         if not parsed.interface and address.is_loopback:
             parsed = NixlOptions(interface="lo")
-        return NixlTransport(incarnation, parsed)
+        return NixlTransport(incarnation, parsed, is_target=is_target)
     if name == "mooncake":
         if address.version != 4:
             raise ConfigError(f"host: got {host}, expected an IPv4 address: Mooncake reaches peers by no other")

@@ -25,7 +25,7 @@ from kvxfer.control.messages import (
 from kvxfer.errors import RefusedError
 from kvxfer.layout import PoolLayout
 from kvxfer.prefill.actions import Action, SendToPeer
-from kvxfer.prefill.admission import find_refusal
+from kvxfer.prefill.admission import SHUTDOWN_DETAIL, find_refusal
 from kvxfer.prefill.leg import Leases, Leg, Mode, PeerInfo
 from kvxfer.prefill.lifecycle import Lifecycle
 from kvxfer.prefill.peers import LegKey, Peer
@@ -95,8 +95,20 @@ class PrefillCore:
         """End every transfer without success."""
         self._life.fail_all(list(self.transfers.values()), reason, detail, now)
 
+    def begin_drain(self, now: float) -> None:
+        """Take on nothing new. What no decode agent has asked for yet is new: it ends, so that its worker knows."""
+        self._life.is_draining = True
+        waiting = [transfer for transfer in self.transfers.values() if not transfer.legs]
+        self._life.fail_all(waiting, Reason.SHUTDOWN, SHUTDOWN_DETAIL, now)
+
+    def check_admission(self) -> None:
+        """Raises `RefusedError` where this agent takes on nothing new."""
+        if self._life.is_draining:
+            raise RefusedError(SHUTDOWN_DETAIL, Reason.SHUTDOWN)
+
     def new_ticket(self, transfer: str, deadline_s: float, now: float, num_decode_groups: int = 1) -> None:
-        """The worker asked for a ticket; its grants may come from now on."""
+        """The worker asked for a ticket; its grants may come from now on. Raises `RefusedError`."""
+        self.check_admission()
         known = Transfer(transfer, True, now, now + deadline_s, num_decode_groups)
         self.transfers[transfer] = known
 
@@ -110,6 +122,7 @@ class PrefillCore:
         if transfer is None:
             if message.transfer in self._life.ended:
                 raise RefusedError(f"submit: transfer {message.transfer} has ended; ask for a new ticket")
+            self.check_admission()
             # A sibling's agent made the ticket: this one learns of the transfer by its first grant or submit.
             transfer = Transfer(message.transfer, is_known=True, started_at=now, deadline=now + message.deadline_s)
         chunk = transfer.accept(message, self._life.layout)
@@ -135,15 +148,16 @@ class PrefillCore:
         self.peers[info.incarnation] = Peer(info)
         self._life.sender.num_peers = len(self.peers)
 
-    def peer_gone(self, incarnation: str, reason: Reason, now: float) -> None:
-        """A decode agent is lost, or has paired anew: its legs are over."""
+    def peer_gone(self, incarnation: str, reason: Reason, now: float, *, said_goodbye: bool = False) -> None:
+        """A decode agent is lost, or has paired anew: its legs are over. One that said goodbye has aborted before
+        what it could not finish: its finished legs stay good."""
         peer = self.peers.pop(incarnation, None)
         if peer is None:
             return
         self._life.sender.num_peers = len(self.peers)
         for leg in list(peer.legs.values()):
             transfer = self.transfers.get(leg.transfer)
-            if transfer is not None and (leg.is_live or not transfer.has_ended):
+            if transfer is not None and (leg.is_live or not (transfer.has_ended or said_goodbye)):
                 self._life.fail(transfer, reason, f"decode agent {incarnation} is gone", now)
 
     def receive(self, incarnation: str, message: DecodeToPrefill, now: float) -> None:
@@ -166,8 +180,7 @@ class PrefillCore:
             case Credits():
                 leg = self._leg(peer, message.transfer, message.generation)
                 if leg is not None and leg.state is LegState.ACTIVE:
-                    self._life.sender.credit(leg, message.slots, now)
-                    self._life.advance(self.transfers[leg.transfer], now)
+                    self._credit(leg, message.slots, now)
             case AbortLeg():
                 self._abort_leg(peer, message, now)
             case QuiescedAck():
@@ -184,6 +197,17 @@ class PrefillCore:
         if leg is None:
             self.refused["stale"] += 1
         return leg
+
+    def _credit(self, leg: Leg, slots: tuple[int, ...], now: float) -> None:
+        """Use lent landing slots. More of them than this side asked for are a fault of the peer."""
+        transfer = self.transfers[leg.transfer]
+        if leg.num_credited + len(slots) > leg.num_wanted_sent:
+            detail = f"credits: got {leg.num_credited + len(slots)}, expected at most {leg.num_wanted_sent}"
+            self._life.fail(transfer, Reason.MISMATCH, detail, now)
+            return
+        leg.num_credited += len(slots)
+        self._life.sender.credit(leg, slots, now)
+        self._life.advance(transfer, now)
 
     def _grant(self, peer: Peer, grant: Grant, now: float) -> None:
         peer.raise_floor(grant.floor)
@@ -212,8 +236,7 @@ class PrefillCore:
         if grant.can_pull and leg.mode in (Mode.P2P, Mode.AUTO) and self._life.leases is not None:
             leg.lease = self._life.leases.take()
         peer.legs[key] = leg
-        transfer.num_decode_groups = grant.num_decode_groups
-        transfer.legs[peer.info.incarnation] = leg
+        transfer.add_leg(leg)
         if transfer.chunks:
             leg.move(LegState.ACTIVE)
             for chunk in transfer.chunks:

@@ -245,9 +245,9 @@ class Lifecycle:
 
     def _end_sent(self, transfer: Transfer, now: float) -> None:
         """`source_free` when no row is read any more, `sent` when every leg has finished."""
-        legs = list(transfer.legs.values())
         if not transfer.has_last or not transfer.has_all_legs:
             return
+        legs = transfer.legs.values()
         if not transfer.is_source_free and not any(leg.reads_pool for leg in legs):
             transfer.is_source_free = True
             self._notify(transfer, EventKind.SOURCE_FREE, now)

@@ -79,6 +79,7 @@ class Transfer:
     pages: TransferPages = field(default_factory=TransferPages)
     coverage: Coverage = field(default_factory=Coverage)
     legs: dict[str, Leg] = field(default_factory=dict)  # by decode agent
+    has_all_legs: bool = False  # every agent of every decode group has sent its grant
     has_last: bool = False
     aux: bytes = b""
     reason: Reason | None = None
@@ -91,12 +92,12 @@ class Transfer:
     send_s: float = 0.0
     num_descriptors: int = 0
 
-    @property
-    def has_all_legs(self) -> bool:
-        """Whether every agent of every decode group has sent its grant. A group of `n` agents is whole when each of
-        its legs brought its `n`-th part."""
-        parts = sum(Fraction(1, leg.peer.dst_world) for leg in self.legs.values())
-        return parts == self.num_decode_groups
+    def add_leg(self, leg: Leg) -> None:
+        """A decode agent has sent its grant. A group of `n` agents is whole when each brought its `n`-th part."""
+        self.num_decode_groups = leg.grant.num_decode_groups
+        self.legs[leg.peer.incarnation] = leg
+        parts = sum(Fraction(1, each.peer.dst_world) for each in self.legs.values())
+        self.has_all_legs = parts == self.num_decode_groups
 
     def stats(self, now: float) -> TransferStats:
         """Sums over the legs."""

@@ -87,7 +87,7 @@ _LIST_UNMAPPED = """
 from kvxfer.transports import exit_process
 from kvxfer.transports._nixl_engine import NixlEngine, NixlOptions, load_bindings
 nixl = load_bindings(NixlOptions(interface="lo"))
-engine = NixlEngine(nixl, "only")
+engine = NixlEngine(nixl, "only", True)
 raised = {name for name, kind in vars(nixl).items() if isinstance(kind, type) and issubclass(kind, Exception)}
 print(*sorted(raised - {kind.__name__ for kind in engine.mapped_errors}))
 engine.destroy()
