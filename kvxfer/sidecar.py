@@ -50,6 +50,14 @@ class Agent(Protocol):
         """Whether no operation touches the worker's pool."""
         ...
 
+    def begin_drain(self, now: float) -> None:
+        """Take on nothing new from now on; what is open may go on."""
+        ...
+
+    def is_drained(self) -> bool:
+        """Whether nothing is open any more."""
+        ...
+
     def tick(self, now: float) -> None: ...
 
     def perform(self, now: float) -> None:
@@ -58,7 +66,8 @@ class Agent(Protocol):
 
 
 class Sidecar:
-    """The parts of an agent. `run()` serves until `stop()`; `close()` gives everything back."""
+    """The parts of an agent. `run()` serves until `stop()` and what is open then has ended, for at most `drain_s`
+    seconds; `close()` gives everything back."""
 
     def __init__(
         self,
@@ -70,6 +79,8 @@ class Sidecar:
         transport: TransportConfig,
         slots: SlotConfig,
         num_threads: int,
+        drain_s: float,
+        is_target: bool = True,
     ) -> None:
         self.incarnation = new_id()
         self.log = logging.getLogger(f"kvxfer.{role}")
@@ -81,7 +92,9 @@ class Sidecar:
         self._lost_pool: ReceivedPool | None = None
         self._waiting_worker: tuple[bytes, AttachWorker, int] | None = None  # of the next pool
         self._events: deque[TransferEvent] = deque()  # for the worker: at most two a transfer that it opened
-        self._stopping = False
+        self._num_stops = 0
+        self._drain_s = drain_s
+        self._drain_until: float | None = None  # set while draining
         self._has_backlog = False  # a channel held more than one turn takes
         self._handlers: dict[int, Callable[[float], None]] = {}
         self._selector = Selector()
@@ -95,7 +108,9 @@ class Sidecar:
             options = dict(transport.options)
             if transport.interface:
                 options["interface"] = transport.interface
-            self.transport = create_transport(transport.name, incarnation=self.incarnation, host=host, options=options)
+            self.transport = create_transport(
+                transport.name, incarnation=self.incarnation, host=host, options=options, is_target=is_target
+            )
             stack.callback(self.transport.close)
             self.region = self.transport.register(self.slots.region)
             self.mover = RowMover(num_threads, f"kvxfer-{role}")
@@ -137,9 +152,9 @@ class Sidecar:
             self._selector.remove(item)
 
     def run(self) -> None:
-        """Serve until `stop()` is called, from a signal handler or another thread."""
+        """Serve until `stop()` is called, from a signal handler or another thread, and what is open has ended."""
         tick_at = 0.0
-        while not self._stopping:
+        while not self._may_end(time.monotonic()):
             ready = self._selector.wait(TICK_S)
             now = time.monotonic()
             self._has_backlog = False
@@ -157,9 +172,24 @@ class Sidecar:
             self._swap_pools()
 
     def stop(self) -> None:
-        """End `run()` soon."""
-        self._stopping = True
+        """Let `run()` end once it has drained; called again, at once."""
+        self._num_stops += 1
         os.eventfd_write(self._stop_fd, 1)
+
+    def _may_end(self, now: float) -> bool:
+        """Whether `run()` was told to stop and has nothing left to wait for."""
+        if self._num_stops == 0:
+            return False
+        if self._drain_until is None:
+            self._selector.remove(self._stop_fd)  # it stays readable; `stop()` again is seen by the next tick
+            self._drain_until = now + self._drain_s
+            self.log.info("draining for at most %.1f s", self._drain_s)
+            self._agent.begin_drain(now)
+            self._agent.perform(now)
+            self._send_events()
+        if self._num_stops > 1 or now >= self._drain_until:
+            return True
+        return self._agent.is_drained() and not self._events
 
     def close(self) -> None:
         """Give back sockets, engine, threads and memory, in this order. Calling it again does nothing."""
@@ -219,8 +249,9 @@ class Sidecar:
         if isinstance(message, AttachWorker):
             if self.pool is None or message.pool != self.pool.pool:
                 raise RefusedError("attach: this agent serves another worker's pool; one agent serves one worker")
+            reply = self._agent.worker_attached(self.pool.layout, now)
             self._worker = sender
-            return self._agent.worker_attached(self.pool.layout, now)
+            return reply
         if sender != self._worker:
             raise RefusedError("got a request before the worker has handed over its pool and attached")
         return self._agent.worker_request(message, now)

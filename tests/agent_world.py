@@ -42,8 +42,9 @@ class AgentThread:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop, wait, close. Calling it again does nothing."""
+        """Stop without draining, wait, close. Calling it again does nothing."""
         if self._thread.is_alive():
+            self.agent.stop()
             self.agent.stop()
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive(), "the agent did not stop"

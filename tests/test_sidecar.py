@@ -33,6 +33,7 @@ class _Agent:
     def __init__(self, path: Path, transport: str = "loopback") -> None:
         self.told: list[object] = []
         self.is_quiet = True
+        self.has_drained = True
         self.answer: Callable[[Message], WorkerReply] = lambda _: Ok()
         self.sidecar = Sidecar(
             self,
@@ -42,6 +43,7 @@ class _Agent:
             transport=TransportConfig(name=transport),  # type: ignore[arg-type]
             slots=SlotConfig(num_slots=2, slot_bytes=4096),
             num_threads=1,
+            drain_s=WAIT_S,
         )
         self._thread = threading.Thread(target=self.sidecar.run)
 
@@ -68,6 +70,12 @@ class _Agent:
 
     def is_pool_quiet(self) -> bool:
         return self.is_quiet
+
+    def begin_drain(self, *_: object) -> None:
+        self.told.append("drain")
+
+    def is_drained(self) -> bool:
+        return self.has_drained
 
     def tick(self, *_: object) -> None:
         self.told.append("tick")

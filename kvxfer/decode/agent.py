@@ -16,7 +16,7 @@ from kvxfer.control.messages import (
 )
 from kvxfer.control.peer_channel import load_credentials
 from kvxfer.decode.actions import Notify, PairWith, Pull, Scatter, SendToPeer
-from kvxfer.decode.core import DecodeCore
+from kvxfer.decode.core import SHUTDOWN_DETAIL, DecodeCore
 from kvxfer.decode.landing import land_segment, pull_segment
 from kvxfer.decode.links import SourceLinks
 from kvxfer.errors import RefusedError, TransportError
@@ -45,6 +45,7 @@ class DecodeAgent:
             transport=config.transport,
             slots=config.slots,
             num_threads=config.num_threads,
+            drain_s=config.drain_s,
         )
         self.incarnation = self._sidecar.incarnation
         self._core = DecodeCore(SlotTable(config.slots.num_slots, LANDING_MOVES), config.credits_per_leg)
@@ -53,16 +54,17 @@ class DecodeAgent:
         self._sidecar.watch(self._sidecar.mover, self._poll_scatters)
 
     def run(self) -> None:
-        """Serve until `stop()`; then end what is open and say goodbye."""
+        """Serve until `stop()` and until what is open then has ended or `drain_s` has passed; then end the rest and
+        say goodbye."""
         self._sidecar.run()
         now = time.monotonic()
-        self._core.fail_all(Reason.SHUTDOWN, "the decode agent is shutting down", now)
+        self._core.fail_all(Reason.SHUTDOWN, SHUTDOWN_DETAIL, now)
         self.perform(now)
-        self._links.lose_all(Reason.SHUTDOWN, "the decode agent is shutting down", now)
+        self._links.lose_all(Reason.SHUTDOWN, SHUTDOWN_DETAIL, now)
         self.perform(now)
 
     def stop(self) -> None:
-        """End `run()` soon; may be called from a signal handler or another thread."""
+        """Drain, then end `run()`; called again, end it at once. For signal handlers and other threads."""
         self._sidecar.stop()
 
     def close(self) -> None:
@@ -74,6 +76,7 @@ class DecodeAgent:
 
     def worker_attached(self, layout: PoolLayout, now: float) -> WorkerReply:
         """A worker has handed over its pool; peers that were paired for another one must be paired anew."""
+        self._core.check_admission()
         self._links.lose_all(Reason.PEER_LOST, "a new worker has attached", now)
         self._core.attach_worker(layout)
         return Attached(incarnation=self.incarnation)
@@ -98,6 +101,14 @@ class DecodeAgent:
                 return Ok()
             case _:
                 raise RefusedError(f"a decode agent does not serve {type(message).__name__}")
+
+    def begin_drain(self, now: float) -> None:  # noqa: ARG002 - what was accepted may go on until its end
+        """The agent was told to stop."""
+        self._core.is_draining = True
+
+    def is_drained(self) -> bool:
+        """Whether every transfer has ended and its legs are closed."""
+        return not self._core.receives
 
     def is_pool_quiet(self) -> bool:
         """Whether nothing writes the worker's pool."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvxfer.control.messages import (
+    AbortLeg,
     Chunk,
     Finished,
     LegFailed,
@@ -32,6 +33,8 @@ from kvxfer.layout import PoolLayout
 from kvxfer.slots import SlotState, SlotTable
 from kvxfer.transfer import Reason
 
+SHUTDOWN_DETAIL = "the decode agent is shutting down"
+
 
 class DecodeCore:
     """All transfers of one decode agent. Every method takes the agent's clock, in seconds, as `now`."""
@@ -45,6 +48,8 @@ class DecodeCore:
         """Messages that were dropped, by what was wrong with them."""
         self._moves = Moves(self._life, self._outbox)
         self._num_opened = 0
+        self.is_draining = False
+        """Nothing new is taken on."""
 
     @property
     def receives(self) -> dict[str, Receive]:
@@ -73,6 +78,11 @@ class DecodeCore:
 
     # ---- the worker ----
 
+    def check_admission(self) -> None:
+        """Raises `RefusedError` where this agent takes on nothing new."""
+        if self.is_draining:
+            raise RefusedError(SHUTDOWN_DETAIL, Reason.SHUTDOWN)
+
     def attach_worker(self, layout: PoolLayout) -> None:
         """A worker has handed its pool over."""
         self.layout = layout
@@ -91,6 +101,7 @@ class DecodeCore:
 
     def open(self, message: Open, now: float) -> None:
         """Receive a transfer. Raises `RefusedError` or `LayoutError`; nothing has changed then."""
+        self.check_admission()
         if self.layout is None:
             raise RefusedError("open: no pool is attached; hand one over first")
         if message.ticket.transfer in self.receives:
@@ -139,6 +150,15 @@ class DecodeCore:
                 for leg in legs:
                     self._life.abort(receive, leg, now)
 
+    def aborts_for(self, incarnation: str, reason: Reason) -> list[AbortLeg]:
+        """What to tell a prefill agent that is about to be given up: which of its legs end without success."""
+        return [
+            AbortLeg(transfer=leg.transfer, generation=leg.generation, reason=reason)
+            for receive in self.receives.values()
+            for leg in receive.legs
+            if leg.source.incarnation == incarnation and not leg.is_closed and not leg.has_come
+        ]
+
     def peer_gone(self, incarnation: str, reason: Reason, detail: str, now: float) -> None:
         """A prefill agent is lost, refused to pair, or could not be reached."""
         self.sources.pop(incarnation, None)
@@ -146,8 +166,10 @@ class DecodeCore:
         for receive in list(self.receives.values()):
             for leg in receive.legs:
                 if leg.source.incarnation == incarnation and not leg.is_closed:
+                    has_come = leg.has_come
                     self._life.close(leg, frozenset(leg.credits))
-                    self._life.fail(receive, reason, detail, now)
+                    if not has_come:  # what is only on its way into pages needs no source
+                        self._life.fail(receive, reason, detail, now)
             self._life.settle(receive, now)
 
     def receive(self, incarnation: str, message: PrefillToDecode, now: float) -> None:

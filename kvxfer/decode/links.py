@@ -208,6 +208,8 @@ class SourceLinks:
         peer = self._peers.pop(incarnation, None)
         if peer is None:
             return
+        for abort in self._core.aborts_for(incarnation, reason):
+            peer.send(abort)
         peer.send(Goodbye(incarnation=self._sidecar.incarnation))
         self._hang_up(peer)
         detail = f"prefill agent at {peer.source.endpoint}: {detail}"

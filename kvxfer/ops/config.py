@@ -28,6 +28,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 OptionValue = str | int | float | bool
 
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 _Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 _Threads = Annotated[int, msgspec.Meta(ge=1, le=256)]
 _Filled = Annotated[str, msgspec.Meta(min_length=1)]
@@ -66,7 +67,8 @@ class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `socket_dir` is the directory of the sockets to its worker. Decode agents reach it at `listen_host:listen_port`
     (port 0: any free one); tickets name `advertise_host` instead of `listen_host` where it is set. A peer that was
-    silent for `peer_timeout_s` seconds is gone.
+    silent for `peer_timeout_s` seconds is gone. Told to stop, it takes on nothing new and gives what is open `drain_s`
+    seconds to end.
     """
 
     socket_dir: _Filled
@@ -79,6 +81,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
     mode: TransferMode = "packed"
     num_threads: _Threads = 2
     peer_timeout_s: _Positive = 5.0
+    drain_s: _Seconds = 5.0
     log_level: LogLevel = "info"
 
 
@@ -101,6 +104,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     verify: Literal["off", "full"] = "off"
     num_threads: _Threads = 2
     peer_timeout_s: _Positive = 5.0
+    drain_s: _Seconds = 5.0
     log_level: LogLevel = "info"
 
 

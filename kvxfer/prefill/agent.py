@@ -27,6 +27,7 @@ from kvxfer.integrity import digest
 from kvxfer.layout import PoolLayout
 from kvxfer.ops.config import PrefillConfig
 from kvxfer.prefill.actions import Gather, Notify, SendToPeer, Write
+from kvxfer.prefill.admission import SHUTDOWN_DETAIL
 from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.leg import Mode
 from kvxfer.prefill.links import PeerLinks
@@ -49,6 +50,7 @@ class PrefillAgent:
         self._writes: dict[int, Write] = {}
         self._raw_region: RegionDescriptor | None = None
         self._rotate_at = 0.0
+        self._may_read_pool = False  # a raw write with an unknown end
         self._mode = Mode(config.mode)
         credentials = load_credentials(config.security.key_file, config.security.allowed_keys_file)
         listener = PeerListener(
@@ -67,6 +69,8 @@ class PrefillAgent:
                 transport=config.transport,
                 slots=config.slots,
                 num_threads=config.num_threads,
+                is_target=False,  # peers never write to this side
+                drain_s=config.drain_s,
             )
         except BaseException:
             listener.close()
@@ -83,15 +87,16 @@ class PrefillAgent:
         self._sidecar.watch(self._sidecar.transport, self._poll_writes)
 
     def run(self) -> None:
-        """Serve until `stop()`; then end what is open and say goodbye."""
+        """Serve until `stop()` and until what is open then has ended or `drain_s` has passed; then end the rest and
+        say goodbye."""
         self._sidecar.run()
         now = time.monotonic()
-        self._core.fail_all(Reason.SHUTDOWN, "the prefill agent is shutting down", now)
+        self._core.fail_all(Reason.SHUTDOWN, SHUTDOWN_DETAIL, now)
         self.perform(now)
-        self._links.say_goodbye()
+        self._links.say_goodbye(now)
 
     def stop(self) -> None:
-        """End `run()` soon; may be called from a signal handler or another thread."""
+        """Drain, then end `run()`; called again, end it at once. For signal handlers and other threads."""
         self._sidecar.stop()
 
     def close(self) -> None:
@@ -105,6 +110,7 @@ class PrefillAgent:
 
     def worker_attached(self, layout: PoolLayout, now: float) -> WorkerReply:
         """A worker has handed over its pool; peers that were paired with another one must pair anew."""
+        self._core.check_admission()
         self._links.lose_all(Reason.PEER_LOST, now)
         self._core.attach_worker(layout)
         self._register_pool()
@@ -146,14 +152,29 @@ class PrefillAgent:
             case _:
                 raise RefusedError(f"a prefill agent does not serve {type(message).__name__}")
 
+    def begin_drain(self, now: float) -> None:
+        """The agent was told to stop."""
+        self._core.begin_drain(now)
+
+    def is_drained(self) -> bool:
+        """Whether every transfer has ended on both sides."""
+        return not self._core.transfers
+
     def is_pool_quiet(self) -> bool:
         """Whether nothing reads the worker's pool; a raw region is given back then."""
-        if self._core.num_reading_pool:
+        if self._core.num_reading_pool or not self._has_proven_raw_writes():
             return False
         if self._raw_region is not None:
             self._sidecar.transport.deregister(self._raw_region)
             self._raw_region = None
         return True
+
+    def _has_proven_raw_writes(self) -> bool:
+        """Whether no raw write with an unknown end can still read the pool: only a new engine proves that."""
+        now = time.monotonic()
+        if self._may_read_pool and now >= self._rotate_at:
+            self._rotate(now)
+        return not self._may_read_pool
 
     def _source(self) -> Source:
         return Source(endpoint=self.endpoint, incarnation=self.incarnation, key=self.public_key)
@@ -165,17 +186,18 @@ class PrefillAgent:
         self._links.tick(now)
         self._core.tick(now)
         if self._core.needs_rotation and now >= self._rotate_at:
-            self._rotate_at = now + _ROTATE_EVERY_S
             self._rotate(now)
 
     def _rotate(self, now: float) -> None:
-        """Replace the engine: writes with an unknown end can read no slot any more."""
+        """Replace the engine: writes with an unknown end can read no slot and no pool any more."""
+        self._rotate_at = now + _ROTATE_EVERY_S
         try:
             self._sidecar.transport.rotate()
         except TransportError:
             self._sidecar.log.exception("cannot replace the engine")
             return
         self._poll_writes(now)  # those that the old engine took with it are reported by now
+        self._may_read_pool = False
         self._core.rotated(now)
 
     def perform(self, now: float) -> None:
@@ -243,6 +265,8 @@ class PrefillAgent:
             if completion.outcome is Outcome.DONE:
                 # The engine has proven the bytes to be in the peer's memory: only now is the peer told.
                 self._links.send(write.peer, write.notice)
+            elif completion.outcome is Outcome.UNKNOWN and write.runs is not None:
+                self._may_read_pool = True
             self._core.write_ended(write.operation, completion.outcome, completion.detail, now)
 
 

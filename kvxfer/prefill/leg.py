@@ -106,6 +106,7 @@ class Leg:
     num_runs: int = 0
     num_leased: int = 0
     num_wanted_sent: int = 0
+    num_credited: int = 0  # landing slots that the peer has lent: at most as many as it was told are wanted
     num_filling: int = 0
     num_held: int = 0  # sender slots, or raw segments, between lease and end of write
     num_emitted: int = 0

@@ -87,7 +87,7 @@ class PeerLinks:
                     # It was paired with an earlier run at this address, or we have given it up.
                     self._listener.send(sender, encode(Goodbye(incarnation=self._sidecar.incarnation)))
                 case Goodbye():
-                    self.lose(peer, Reason.PEER_LOST, now)
+                    self._forget(peer, Reason.PEER_LOST, now, said_goodbye=True)
                 case NewRegion():
                     self._renew_region(peer, message, now)
                 case _:
@@ -171,11 +171,11 @@ class PeerLinks:
             self._listener.send(self._peers[peer].sender, encode(Goodbye(incarnation=self._sidecar.incarnation)))
             self._forget(peer, reason, now)
 
-    def _forget(self, peer: str, reason: Reason, now: float) -> None:
+    def _forget(self, peer: str, reason: Reason, now: float, *, said_goodbye: bool = False) -> None:
         known = self._peers.pop(peer, None)
         if known is not None:
             del self._names[known.sender]
-            self._core.peer_gone(peer, reason, now)
+            self._core.peer_gone(peer, reason, now, said_goodbye=said_goodbye)
             self._sidecar.transport.drop_peer(peer)
 
     def send(self, peer: str, message: PrefillToDecode) -> None:
@@ -189,8 +189,9 @@ class PeerLinks:
         for peer in list(self._peers):
             self.lose(peer, reason, now)
 
-    def say_goodbye(self) -> None:
-        """This run ends."""
+    def say_goodbye(self, now: float) -> None:
+        """This run ends. Those who have just said hello hear of it as well."""
+        self._receive(now)
         for peer in self._peers:
             self.send(peer, Goodbye(incarnation=self._sidecar.incarnation))
 
