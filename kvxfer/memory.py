@@ -18,7 +18,8 @@ _SIZE_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _SEALS = _SIZE_SEALS | fcntl.F_SEAL_SEAL
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # not in the mmap module
-_ABANDONED_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+_RESERVED_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _abandoned: list[mmap.mmap] = []
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -44,10 +45,13 @@ class HostMemory:
         """Take over `fd` and map it. Use `create` or `attach`."""
         self.fd = fd
         self.num_bytes = num_bytes
-        self._mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        self._mapping.madvise(mmap.MADV_DONTFORK)
+        # Addresses first, the file into them afterwards: `mmap` would keep a descriptor of its own for a file, and an
+        # abandoned memory could never be given back.
+        self._mapping = mmap.mmap(-1, num_bytes, _RESERVED_FLAGS, _READ_WRITE)
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
         """`[num_bytes]` uint8 view of the whole mapping."""
+        _map_over(self.address, num_bytes, mmap.MAP_SHARED, fd)
+        self._mapping.madvise(mmap.MADV_DONTFORK)
 
     @classmethod
     def create(cls, num_bytes: int, name: str) -> Self:
@@ -105,9 +109,7 @@ class HostMemory:
         self.array = np.empty(0, dtype=np.uint8)
         os.close(self.fd)
         self.fd = -1
-        replaced = _libc.mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, _ABANDONED_FLAGS, -1, 0)
-        if replaced != address:
-            raise OSError(ctypes.get_errno(), "the mapping could not be replaced")
+        _map_over(address, num_bytes, _RESERVED_FLAGS, -1)
         _abandoned.append(self._mapping)  # closing it would free the addresses
 
     def __enter__(self) -> Self:
@@ -117,6 +119,12 @@ class HostMemory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _map_over(address: int, num_bytes: int, flags: int, fd: int) -> None:
+    """Replace what is mapped there, atomically. Raises `OSError`; nothing has changed then."""
+    if _libc.mmap(address, num_bytes, _READ_WRITE, flags | _MAP_FIXED, fd, 0) != address:
+        raise OSError(ctypes.get_errno(), "the mapping could not be replaced")
 
 
 def check_memfd(fd: int, num_bytes: int) -> None:
