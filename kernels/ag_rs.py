@@ -9,7 +9,7 @@ import torch
 
 from kvxfer.errors import KernelContractError
 from kvxfer.kernels import reference
-from kvxfer.kernels._contract import LseBase, check_lse_base, check_tensor, check_written
+from kvxfer.kernels._contract import LseBase, check_apart, check_lse_base, check_tensor, check_written
 from kvxfer.kernels._launch import ceil_div, jit, next_power_of_2, runs_triton, tl
 from kvxfer.kernels.combine import check_lse_out, global_lse, known, merge_weight
 
@@ -110,6 +110,7 @@ def scale_to_staging(
             f"staging: got {staging.shape[0]} ranks of {staging.shape[2]} heads, expected {heads} heads together"
         )
     check_written("staging", staging)
+    check_apart("staging", staging, "out", out)
     if runs_triton(out):
         _launch_scale(out, lses, rank, staging, lse_base, lse_out)
     else:
@@ -128,6 +129,7 @@ def _check_scale(
         )
     if lse_out is not None:
         check_lse_out(lse_out, out.shape[0], out.shape[1], out.device)
+        check_apart("lse_out", lse_out, "lses", lses)
 
 
 def _launch_scale(

@@ -1,7 +1,7 @@
 """Every op of `kvxfer.kernels` in plain vectorised torch, with the same signatures: the CPU path, and a judge.
 
-Arithmetic is float32 inside. Arguments are taken to be within the contract that the wrapper of the same name checks.
-Payloads are moved as bytes, so that packing keeps every bit, also of NaNs.
+Arithmetic is float32 inside, in `mla_decode` float64. Arguments are taken to be within the contract that the wrapper
+of the same name checks. Payloads are moved as bytes, so that packing keeps every bit, also of NaNs.
 """
 
 import ctypes
@@ -11,12 +11,14 @@ import torch
 
 from kvxfer.kernels._contract import FP8_DTYPES, LseBase
 from kvxfer.kernels.a2a_layout import A2ALayout
+from kvxfer.kernels.reference_mla import mla_decode
 
 __all__ = [
     "copy_rows",
     "gather_rows",
     "lse_combine",
     "mask_empty_",
+    "mla_decode",
     "pack_a2a",
     "scale_partial_",
     "scale_to_staging",
@@ -162,11 +164,7 @@ def scale_to_staging(
     """As `kvxfer.kernels.scale_to_staging`."""
     weights, global_lse, empty = _weights(lses, lse_base)
     world = staging.shape[0]
-    torch.mul(
-        _head_major(out, world),
-        _head_major(weights[rank], world)[..., None].to(out.dtype),
-        out=staging,
-    )
+    torch.mul(_head_major(out, world), _head_major(weights[rank], world)[..., None], out=staging)
     staging.masked_fill_(_head_major(empty[rank], world)[..., None], 0.0)
     lse_out.copy_(global_lse)
 

@@ -13,7 +13,7 @@ def mla_decode(
     v_head_dim: int,
     return_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-    """Same arguments and results as `kvxfer.kernels.mla_decode`, except that `out` and `lse` are float64.
+    """As `kvxfer.kernels.mla_decode`; `q` may also be float64, and `out` then is.
 
     out = softmax(scale * q k^T) v and lse = log(sum(exp(scale * q k^T))), k a row and v its first `v_head_dim` values.
     """
@@ -35,4 +35,5 @@ def mla_decode(
             out[sequence, position] = torch.softmax(scores, dim=-1) @ rows[:, :v_head_dim]
     if q.dim() == 3:
         out, lse = out.squeeze(1), lse.squeeze(1)
-    return (out, lse) if return_lse else out
+    out = out.to(q.dtype)
+    return (out, lse.float()) if return_lse else out

@@ -1,5 +1,6 @@
 """Runs a scenario on several ranks, one process each: over gloo on the CPU, or over NCCL on GPUs."""
 
+import faulthandler
 import multiprocessing
 import os
 import traceback
@@ -13,8 +14,9 @@ import torch.distributed as dist
 TIMEOUT_S = 90
 
 # A fork server that has imported torch starts a rank in milliseconds, and is no fork of this process's threads.
+# There is one for the whole test run, so it also imports what the ranks of the outside judge need.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "kvxfer.decode.dcp", "tests.attention"])
+_CONTEXT.set_forkserver_preload(["torch.distributed", "tests.decode.dcp_scenarios", "tests.deepseek_agents"])
 
 
 def run_ranks(scenario: Callable[..., None], world: int, tmp_path: Path, *args: object, device: str = "cpu") -> None:
@@ -62,6 +64,7 @@ def _enter(
     args: tuple[object, ...],
 ) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(TIMEOUT_S - 10)  # a rank that hangs says where, before it is killed
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     message = ""
     try:
@@ -75,5 +78,6 @@ def _enter(
         message = traceback.format_exc()
         raise
     finally:
+        faulthandler.cancel_dump_traceback_later()
         writer.send_bytes(message.encode())
         writer.close()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from kvxfer.decode import exchange
 from kvxfer.decode.dcp import DcpGroup
 from kvxfer.errors import KernelContractError
-from kvxfer.kernels import LseBase
+from kvxfer.kernels import A2ALayout, LseBase
 from tests.attention import attend, owned, relative_error, shard_attend
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -109,6 +109,27 @@ def addresses_stay(device: torch.device) -> None:
             result, lse = group.combine(out, torch.randn(batch, group.heads, device=device), return_lse=True)
             seen.add((result.data_ptr(), lse.data_ptr()))
         assert len(seen) == 1
+
+
+def sends_what_the_batch_needs(device: torch.device) -> None:
+    """One all-to-all of bytes a merge, as many as its rows take; a batch beyond the buffers takes one for each tile."""
+    heads, sent_bytes = heads_of(dist.get_world_size()), []
+    exchange_bytes = dist.all_to_all_single
+
+    def spy(recv: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        assert (recv.dtype, send.dtype) == (torch.uint8, torch.uint8)
+        sent_bytes.append(send.numel())
+        exchange_bytes(recv, send, group=group)
+
+    def needed_bytes(batch: int) -> int:
+        return A2ALayout(dist.get_world_size(), batch, heads, HEAD_DIM, torch.bfloat16).total_bytes
+
+    group = DcpGroup(None, heads, HEAD_DIM, torch.bfloat16, "a2a", lse_base="2", max_batch=4, device=device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", spy)
+        for lens in ([70], [3, 70, 1], [5, 6, 7, 8, 9, 10, 11, 12, 13]):
+            check_merge(group, lens, "2")
+    assert sent_bytes == [needed_bytes(batch) for batch in (1, 3, 4, 4, 1)]
 
 
 def a_wrong_base_shows(device: torch.device) -> None:

@@ -31,6 +31,10 @@ def test_results_lie_at_fixed_addresses(tmp_path: Path) -> None:
     run_ranks(dcp_scenarios.addresses_stay, 2, tmp_path)
 
 
+def test_a_merge_is_one_exchange_of_no_more_bytes_than_the_batch_needs(tmp_path: Path) -> None:
+    run_ranks(dcp_scenarios.sends_what_the_batch_needs, 2, tmp_path)
+
+
 def test_a_wrong_base_is_caught(tmp_path: Path) -> None:
     run_ranks(dcp_scenarios.a_wrong_base_shows, 2, tmp_path)
 
@@ -87,6 +91,7 @@ def test_align_chunk_tokens_refuses_nothing_to_align() -> None:
 def test_attention_over_a_context_in_aligned_chunks(block: int, size: int, interleave: int) -> None:
     """A prefill attends to an earlier context chunk by chunk, each gathered from the ranks in equal parts."""
     chunk = align_chunk_tokens(block, size, interleave)
+    assert chunk % block == 0
     num_tokens, query_rows = 3 * chunk, 2
     generator = torch.Generator().manual_seed(3)
     keys, values = (torch.randn(num_tokens, 8, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -107,6 +112,5 @@ def test_attention_over_a_context_in_aligned_chunks(block: int, size: int, inter
     assert isinstance(merged, torch.Tensor)
     assert relative_error(merged, whole) < 1e-5
     # A chunk that ends elsewhere leaves the ranks with unequal parts: nothing a plain all-gather can take.
-    if interleave * size > 1:
-        ragged = chunk + interleave
-        assert len({int((shard < ragged).sum()) for shard in shards}) > 1
+    ragged = chunk + interleave
+    assert len({int((shard < ragged).sum()) for shard in shards}) > 1

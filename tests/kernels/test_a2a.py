@@ -228,8 +228,27 @@ def test_bad_input_is_refused_by_name() -> None:
         pack_a2a(out, lse, send[1:], layout)
     with pytest.raises(KernelContractError, match=r"^send: got memory .* that overlaps out"):
         pack_a2a(send[32:160].view(torch.bfloat16).view(2, 4, 8), lse, send, layout)
+    with pytest.raises(KernelContractError, match=r"^send: got memory .* that overlaps lse"):
+        pack_a2a(out, send[32:64].view(torch.float32).view(2, 4), send, layout)
+    with pytest.raises(KernelContractError, match=r"^send: got strides \(2,\) .*, expected a contiguous tensor"):
+        pack_a2a(out, lse, torch.zeros(400, dtype=torch.uint8, device=DEVICE)[::2], layout)
+    with pytest.raises(KernelContractError, match=r"^send: got device meta, expected"):
+        pack_a2a(out, lse, send.to("meta"), layout)
     with pytest.raises(KernelContractError, match=r"^row_lens: got dtype torch.float32, expected torch.int32, "):
         pack_a2a(out, lse, send, layout, row_lens=torch.zeros(2, device=DEVICE))
+
+
+def test_unpacking_refuses_bad_input_by_name() -> None:
+    layout = A2ALayout(2, 2, 4, 8, torch.bfloat16)
+    send, lse = buffer_of(layout), torch.zeros(2, 4, device=DEVICE)
+    with pytest.raises(TypeError, match="lse_base"):
+        unpack_combine(send, layout)  # type: ignore[call-overload]
+    with pytest.raises(KernelContractError, match=r"^recv: got 159 bytes, expected at least 160"):
+        unpack_combine(send[:159], layout, lse_base="e")
+    with pytest.raises(KernelContractError, match=r"^out: got dtype torch.float32, expected torch.bfloat16"):
+        unpack_combine(send, layout, lse_base="e", out=torch.zeros(2, 2, 8, device=DEVICE))
+    with pytest.raises(KernelContractError, match=r"^lse_out: got memory .* that overlaps recv"):
+        unpack_combine(send, layout, lse_base="e", lse_out=layout.lse(send)[0])
     with pytest.raises(KernelContractError, match=r"^lse_base: got 'ln', expected 'e' or '2'"):
         unpack_combine(send, layout, lse_base="ln")  # type: ignore[call-overload]
     with pytest.raises(KernelContractError, match=r"^recv: got dtype torch.int8, expected torch.uint8"):

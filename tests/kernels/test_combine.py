@@ -1,15 +1,18 @@
 """lse_combine, scale_partial_ and mask_empty_ against float64 attention over all keys at once."""
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kvxfer.errors import KernelContractError
-from kvxfer.kernels import lse_combine, mask_empty_, scale_partial_
+from kvxfer.kernels import lse_combine, mask_empty_, reference, scale_partial_, scale_to_staging
 from kvxfer.kernels._launch import runs_triton
 from tests.attention import attend, relative_error, shard_attend
+from tests.kernels.bitwise import assert_bitwise_equal
 from tests.kernels.conftest import DEVICE
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -125,6 +128,23 @@ def test_any_stride(ops: ModuleType) -> None:
         assert relative_error(got.cpu(), whole_out) < 1e-5
 
 
+def test_offsets_beyond_two_gib(ops: ModuleType) -> None:
+    """Shards, and then batch entries, that lie 2^31 elements apart."""
+    far = 1 << 31
+    outs, lses, _, whole_out, _ = problem(2, 2, 16, [30, 9], "e")
+    # Untouched pages take no memory.
+    memory = torch.empty(far + 64, dtype=torch.float16, device=DEVICE)
+    shards = memory.as_strided((2, 2, 2, 16), (far, 32, 16, 1))
+    shards.copy_(outs)
+    lses = lses.float().to(DEVICE)
+    assert relative_error(ops.lse_combine(shards, lses, lse_base="e").cpu(), whole_out) < TOLERANCE[torch.float16]
+    partial, expected = memory.as_strided((2, 2, 16), (far, 16, 1)), outs[1].half().to(DEVICE)
+    partial.copy_(expected)
+    for tensor in (partial, expected):
+        ops.scale_partial_(tensor, lses, 1, lse_base="e")
+    assert_bitwise_equal(partial, expected)
+
+
 @bases
 @pytest.mark.parametrize(("num_ranks", "heads", "head_dim"), [(4, 12, 512), (3, 7, 33), (2, 6, 576)])
 def test_scaled_partials_sum_to_the_whole(
@@ -158,6 +178,35 @@ def test_scaling_in_place_keeps_strides_and_neighbours(ops: ModuleType) -> None:
     assert (memory[:, :, 4] == 7.0).all()
 
 
+class _LargestNew(TorchFunctionMode):
+    """Remembers the largest tensor that an operation made rather than took."""
+
+    num_bytes = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        taken = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in taken:
+            self.num_bytes = max(self.num_bytes, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_torch_path_scales_without_a_second_partial(dtype: torch.dtype) -> None:
+    """What it allocates is of the size of the LSEs of all shards."""
+    out, lses = torch.ones(4, 6, 512, dtype=dtype), torch.zeros(3, 4, 6)
+    with _LargestNew() as largest:
+        reference.scale_partial_(out, lses, 1, lse_base="e")
+    assert 0 < largest.num_bytes <= lses.nbytes
+    assert relative_error(out, torch.full_like(out, 1 / 3)) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_staging_is_head_major_and_leaves_the_partial(ops: ModuleType, dtype: torch.dtype) -> None:
     outs, lses, _, _, _ = problem(4, 8, 48, [40, 3, 1], "2")
@@ -168,7 +217,7 @@ def test_staging_is_head_major_and_leaves_the_partial(ops: ModuleType, dtype: to
     ops.scale_to_staging(partial, lses.float().to(DEVICE), 1, staging, lse_base="2", lse_out=lse_out)
     assert torch.equal(partial.nan_to_num(-1.0), before.nan_to_num(-1.0))
     lse = ops.scale_partial_(partial, lses.float().to(DEVICE), 1, lse_base="2")
-    assert relative_error(staging.transpose(0, 1).reshape(3, 8, 48).cpu(), partial.cpu()) < TOLERANCE[dtype]
+    assert_bitwise_equal(staging.transpose(0, 1).reshape(3, 8, 48), partial)
     assert torch.equal(lse_out, lse)
 
 
@@ -188,6 +237,10 @@ def test_mask_empty_by_length_whatever_stood_there(ops: ModuleType, dtype: torch
 
 def test_bad_input_is_refused_by_name() -> None:
     outs, lses = torch.zeros(2, 3, 4, 8, device=DEVICE), torch.zeros(2, 3, 4, device=DEVICE)
+    with pytest.raises(TypeError, match="lse_base"):
+        lse_combine(outs, lses)  # type: ignore[call-overload]
+    with pytest.raises(KernelContractError, match=r"^lses: got NoneType, expected a torch.Tensor"):
+        lse_combine(outs, None, lse_base="e")  # type: ignore[call-overload]
     with pytest.raises(KernelContractError, match=r"^lse_base: got None, expected 'e' or '2'"):
         lse_combine(outs, lses, lse_base=None)  # type: ignore[call-overload]
     with pytest.raises(KernelContractError, match=r"^lses: got dtype torch.bfloat16, expected torch.float32"):
@@ -200,9 +253,43 @@ def test_bad_input_is_refused_by_name() -> None:
         lse_combine(outs[:0], lses[:0], lse_base="e")
     with pytest.raises(KernelContractError, match=r"^lses: got device meta, expected"):
         lse_combine(outs, lses.to("meta"), lse_base="e")
+
+
+def test_scaling_refuses_bad_input_by_name() -> None:
+    outs, lses = torch.zeros(2, 3, 4, 8, device=DEVICE), torch.zeros(2, 3, 4, device=DEVICE)
+    staging, lse_out = torch.zeros(2, 3, 2, 8, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
     with pytest.raises(KernelContractError, match=r"^rank: got 2, expected 0 to 1"):
         scale_partial_(outs[0], lses, 2, lse_base="e")
+    with pytest.raises(KernelContractError, match=r"^lses: got dtype torch.bfloat16, expected torch.float32"):
+        scale_partial_(outs[0], lses.bfloat16(), 0, lse_base="e")
+    with pytest.raises(KernelContractError, match=r"^lse_base: got '10', expected 'e' or '2'"):
+        scale_partial_(outs[0], lses, 0, lse_base="10")  # type: ignore[arg-type]
+    with pytest.raises(KernelContractError, match=r"^out: got dtype torch.float8_e5m2, expected torch.bfloat16, "):
+        scale_partial_(outs[0].to(torch.float8_e5m2), lses, 0, lse_base="e")
     with pytest.raises(KernelContractError, match=r"^out: got strides .* whose elements do not share memory"):
         scale_partial_(outs[0, :, :1].expand(3, 4, 8), lses, 0, lse_base="e")
+    with pytest.raises(KernelContractError, match=r"^lse_out: got strides .*, expected a contiguous tensor"):
+        scale_partial_(outs[0], lses, 0, lse_base="e", lse_out=torch.zeros(4, 3, device=DEVICE).t())
+    with pytest.raises(KernelContractError, match=r"^lse_out: got memory .* that overlaps lses"):
+        scale_partial_(outs[0], lses, 0, lse_base="e", lse_out=lses[1])
+    for got, message in (
+        (staging[:, :, :1], r"^staging: got 2 ranks of 1 heads, expected 4 heads together"),
+        (staging[..., :7], r"^staging: got shape \[2, 3, 2, 7\], expected \[any, 3, any, 8\]"),
+        (staging.bfloat16(), r"^staging: got dtype torch.bfloat16, expected torch.float32"),
+        (staging[:1].expand(2, 3, 2, 8), r"^staging: got strides .* whose elements do not share memory"),
+        (outs[0].view(2, 3, 2, 8), r"^staging: got memory .* that overlaps out"),
+    ):
+        with pytest.raises(KernelContractError, match=message):
+            scale_to_staging(outs[0], lses, 0, got, lse_base="e", lse_out=lse_out)
+
+
+def test_masking_refuses_bad_input_by_name() -> None:
+    lse, row_lens = torch.zeros(3, 4, device=DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(KernelContractError, match=r"^lse: got dtype torch.float16, expected torch.float32"):
+        mask_empty_(lse.half(), row_lens)
+    with pytest.raises(KernelContractError, match=r"^lse: got strides .* whose elements do not share memory"):
+        mask_empty_(lse[:1].expand(3, 4), row_lens)
     with pytest.raises(KernelContractError, match=r"^row_lens: got shape \[2\], expected \[3\]"):
-        mask_empty_(lses[0], torch.zeros(2, dtype=torch.int32, device=DEVICE))
+        mask_empty_(lse, row_lens[:2])
+    with pytest.raises(KernelContractError, match=r"^row_lens: got dtype torch.float32, expected torch.int32, "):
+        mask_empty_(lse, row_lens.float())

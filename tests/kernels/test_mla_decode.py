@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvxfer.errors import KernelContractError
-from kvxfer.kernels import _mla_split, reference_mla
+from kvxfer.kernels import _mla_split, reference
 from kvxfer.kernels._launch import INTERPRETED
 from kvxfer.kernels.mla_decode import attend_torch, mla_decode
 
@@ -31,14 +31,14 @@ class Case:
     row_lens: torch.Tensor
 
     def expect_close(self, out: torch.Tensor, lse: torch.Tensor, tolerance: float) -> None:
-        expected_out, expected_lse = reference_mla.mla_decode(
-            self.q, self.kv_pages, self.page_table, self.row_lens, SCALE, v_head_dim=V_DIM
+        expected_out, expected_lse = reference.mla_decode(
+            self.q.double(), self.kv_pages, self.page_table, self.row_lens, SCALE, v_head_dim=V_DIM
         )
         assert out.dtype == self.q.dtype
         assert lse.dtype == torch.float32
         error = (out.double() - expected_out).norm() / expected_out.norm().clamp(min=1e-30)
         assert error < tolerance, f"relative error {error:.2e}"
-        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
 def make_case(
@@ -173,6 +173,17 @@ def test_one_position_drops_the_position_dimension_and_strides_are_honoured() ->
     case.expect_close(out.unsqueeze(1), lse.unsqueeze(1), 1e-6)
     only = mla_decode(q, case.kv_pages, case.page_table, lens, SCALE, v_head_dim=V_DIM, return_lse=False)
     torch.testing.assert_close(only, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_reference_takes_the_place_of_the_op(dtype: torch.dtype) -> None:
+    case = make_case([[40, 41], [0, 1]], 6, page_tokens=8, dtype=dtype)
+    for q, lens in ((case.q, case.row_lens), (case.q[:, 0], case.row_lens[:, 0])):
+        arguments = (q, case.kv_pages, case.page_table, lens, SCALE)
+        ours, theirs = (op(*arguments, v_head_dim=V_DIM) for op in (mla_decode, reference.mla_decode))
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)  # shapes and dtypes are equal
+        only = reference.mla_decode(*arguments, v_head_dim=V_DIM, return_lse=False)
+        torch.testing.assert_close(only, theirs[0], rtol=0.0, atol=0.0)
 
 
 def test_no_sequences_and_no_pages() -> None:

@@ -104,6 +104,14 @@ def test_few_programs_stride_over_all_tiles(max_ctas: int) -> None:
     assert_bitwise_equal(out, src.rows[:, rows])
 
 
+def test_more_tiles_than_a_grid_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.kernels.rows.MAX_GRID", 2)
+    src, dst = make_table(5, 9, 1152, 1152, 0, seed=16), make_table(5, 9, 1152, 1152, 0, seed=17)
+    rows, to_rows = some_rows(9, 9, seed=18), some_rows(9, 9, seed=19)
+    copy_rows(src.ptrs, rows, dst.ptrs, to_rows, 1152, 1152, 1152)
+    assert_bitwise_equal(dst.rows[:, to_rows], src.rows[:, rows])
+
+
 def test_rows_beyond_four_gib() -> None:
     """Offsets are 64-bit: two rows of a sparse table that lie more than 2^32 bytes apart."""
     stride = 1 << 30
@@ -155,5 +163,11 @@ def test_copy_refuses_tables_that_do_not_match() -> None:
         copy_rows(table.ptrs, rows, table.ptrs[:1], rows, 16, 16, 16)
     with pytest.raises(KernelContractError, match=r"^dst_rows: got shape \[3\], expected \[4\]"):
         copy_rows(table.ptrs, rows, table.ptrs, rows[:3], 16, 16, 16)
+    with pytest.raises(KernelContractError, match=r"^dst_rows: got dtype torch.int32, expected torch.int64"):
+        copy_rows(table.ptrs, rows, table.ptrs, rows.int(), 16, 16, 16)
+    with pytest.raises(KernelContractError, match=r"^dst_layer_ptrs: got strides \(2,\) .*, expected a contiguous"):
+        copy_rows(table.ptrs, rows, table.ptrs.repeat(2)[::2], rows, 16, 16, 16)
+    with pytest.raises(KernelContractError, match=r"^src_row_stride: got 15, expected at least row_bytes = 16"):
+        copy_rows(table.ptrs, rows, table.ptrs, rows, 16, 15, 16)
     with pytest.raises(KernelContractError, match=r"^dst_row_stride: got 8, expected at least row_bytes = 16"):
         copy_rows(table.ptrs, rows, table.ptrs, rows, 16, 16, 8)
