@@ -18,6 +18,7 @@ from kvxfer.integrity import bind
 from kvxfer.operations import SegmentSource
 from kvxfer.prefill.actions import Action, Gather, Runs, SendToPeer, Write
 from kvxfer.prefill.leg import ChunkWork, Lease, Leg, Mode, Packed
+from kvxfer.prefill.serial import SerialGate
 from kvxfer.slots import SlotState, SlotTable
 from kvxfer.transfer import LegState
 from kvxfer.transports.base import Outcome
@@ -57,6 +58,7 @@ class Sender:
         self._advanced: list[Leg] = []  # legs that leased since their peers were told
         self._num_held: Counter[str] = Counter()  # slots, or raw segments, by peer
         self.num_peers = 0
+        self._serial = SerialGate()
 
     @property
     def num_outstanding(self) -> int:
@@ -83,7 +85,7 @@ class Sender:
 
     def pump(self, now: float) -> None:
         """Emit every gather and write that slots and credits allow."""
-        for leg in list(self._turns):
+        for leg in (*self._turns, *self._serial.waiting()):
             self.write_packed(leg, now)
         while (leg_next := self._next_leg()) is not None:
             self._lease(leg_next, now)
@@ -91,7 +93,8 @@ class Sender:
 
     def write_packed(self, leg: Leg, now: float) -> None:
         """Emit a write for every packed segment of `leg` that has a credit."""
-        if leg.mode is Mode.SERIAL and not self._may_send(leg):
+        filling = (each for op in self._gathers.values() for each in op.legs)
+        if not self._serial.may_send(leg, self._turns, filling, has_slot=self.slots.num_free > 0):
             return
         while leg.packed and leg.credits and leg.state is LegState.ACTIVE:
             self._write(leg, leg.packed.popleft(), leg.credits.popleft(), now)
@@ -154,7 +157,7 @@ class Sender:
     def _next_leg(self) -> Leg | None:
         """The next leg, in turn, that may hold one more slot; None where there is none, or no slot is free."""
         for leg in self._turns:
-            if self._has_room(leg) and not self._is_between_chunks(leg):
+            if self._has_room(leg) and self._serial.may_pack(leg):
                 self._turns.remove(leg)
                 self._turns.append(leg)
                 return leg
@@ -168,12 +171,6 @@ class Sender:
             return num_used < self.slots.share(self.num_peers)  # it needs no slot of this side
         # Mode serial fills all slots before it sends.
         return self.slots.has_room(0 if leg.mode is Mode.SERIAL else num_used, self.num_peers)
-
-    def _is_between_chunks(self, leg: Leg) -> bool:
-        """Mode serial packs nothing of a chunk before the one before it has been sent."""
-        if leg.mode is not Mode.SERIAL:
-            return False
-        return leg.is_sending or (leg.num_held > 0 and leg.works[0].next_segment == 0)
 
     def _lease(self, leg: Leg, now: float) -> None:
         """Give the leg's next segment a free slot and emit its gather."""
@@ -264,15 +261,6 @@ class Sender:
             self.slots.quarantine(lease.slot, lease.unknown_peer)
         else:
             self.slots.move(lease.slot, SlotState.FREE)
-
-    def _may_send(self, leg: Leg) -> bool:
-        """Mode serial: a chunk goes out when all of it is packed, or no slot is left to pack more of it."""
-        if not leg.is_sending:
-            has_all = not leg.works or leg.works[0].next_segment == 0
-            leg.is_sending = bool(leg.packed) and leg.num_filling == 0 and (has_all or self.slots.num_free == 0)
-        elif not leg.packed and leg.num_held == 0:
-            leg.is_sending = False
-        return leg.is_sending
 
     def _send_wants(self) -> None:
         """Tell each peer how many segments hold a slot since it was told last."""

@@ -178,6 +178,23 @@ def test_a_raw_write_that_hangs_delays_the_terminal_event_to_the_deadline_at_mos
     assert driver.core.num_reading_pool == 1
 
 
+def test_serial_sends_nothing_before_every_leg_is_packed() -> None:
+    """The chunk of all legs is packed first: one leg's packing hides no other's sending."""
+    driver = PrefillDriver(num_slots=8, mode=Mode.SERIAL)
+    peers = [driver.pair(Shard(rank=rank, size=2), rank=rank, world=2) for rank in range(2)]
+    transfer = driver.ticket()
+    for peer in peers:
+        driver.grant(peer, transfer, 16)
+    driver.submit(transfer, 0, 16)
+    for peer in peers:
+        driver.credit(peer, transfer, 0, 1)
+    while len(driver.gathers) > 1:
+        driver.end_gather()
+        assert not driver.writes
+    driver.end_gather()
+    assert len({write.peer for write in driver.writes}) == 2
+
+
 def test_serial_packs_a_whole_chunk_before_it_sends() -> None:
     """Credits alone start nothing while a segment of the chunk is not packed; the next chunk waits for this one."""
     driver = PrefillDriver(num_slots=8, mode=Mode.SERIAL)
