@@ -186,6 +186,9 @@ class Request:
             agent.pool.release(side)
             check(self._num_reopens > 0, "open refused", f"{agent.name}: {self.transfer}")
             self._reopen(agent)
+        if self.world.faults.is_due(80):
+            self.is_tainted = True  # the client is gone before the grant has arrived
+            self._abort(agent)
         if self._has_given_up:
             self.give_up()
 

@@ -61,7 +61,7 @@ def draw_setup(choices: Choices) -> Setup:
         choices,
         engine=choices.one_of((0, 0, 30, 150)),
         executor=choices.one_of((0, 0, 0, 20)),
-        overtake=choices.one_of((0, 0, 200)),
+        overtake=choices.one_of((0, 0, 500)),
         repeat=choices.one_of((0, 0, 0, 30)),
         interrupt=choices.one_of((0, 0, 5, 20)),
     )

@@ -12,7 +12,7 @@ _KINDS = {
     Bug.GENERATION_NOT_CHECKED: {"stale message obeyed"},
     Bug.FINISHED_TOO_EARLY: {"finished too early"},
     Bug.REPACKED_ON_UNKNOWN: {"slot reused"},
-    Bug.NO_TOMBSTONE: {"emitted after quiesced"},
+    Bug.NO_TOMBSTONE: {"emitted after quiesced", "fair transfer failed"},  # the dead leg takes slots, or fails others
     Bug.QUIESCED_COUNTS_POSTED: {"quiesced too early"},
     Bug.TERMINAL_BEFORE_DRAINED: {"event over scatters"},
 }
@@ -30,7 +30,7 @@ def test_twenty_thousand_schedules_break_nothing() -> None:
     assert summary.num_schedules == 20_000
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("bug", Bug)
 def test_planted_bug_is_found(bug: Bug) -> None:
     summary = run_many(0, NUM_SCHEDULES_TO_FIND_A_BUG, NUM_PROCESSES, bug, stop_at=1)
