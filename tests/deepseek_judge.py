@@ -14,7 +14,7 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from kvxfer.kernels import lse_combine, mla_decode
+from kvxfer.kernels import LseBase, lse_combine, mla_decode
 from kvxfer.layout import Shard, TokenRange
 from kvxfer.ownership import local_len, owned_tokens
 
@@ -201,13 +201,13 @@ def softmax_scale(model: DeepseekV3ForCausalLM) -> float:
     return float(model.model.layers[0].self_attn.scaling)
 
 
-def attend_together(ranks: Sequence[DecodeRank], scale: float) -> Attend:
-    """All ranks in one process: each attends over its rows, `lse_combine` merges."""
+def attend_together(ranks: Sequence[DecodeRank], scale: float, lse_base: LseBase = "e") -> Attend:
+    """All ranks in one process: each attends over its rows, `lse_combine` merges. `mla_decode` gives LSEs in base e."""
 
     def attend(layer: int, position: int, query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         partials = [rank.partial(layer, position, query, row, scale) for rank in ranks]
         return lse_combine(
-            torch.stack([out for out, _ in partials]), torch.stack([lse for _, lse in partials]), lse_base="e"
+            torch.stack([out for out, _ in partials]), torch.stack([lse for _, lse in partials]), lse_base=lse_base
         )
 
     return attend

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import DeepseekV3ForCausalLM
 
+from kvxfer.kernels import LseBase
 from kvxfer.layout import Shard
 from tests.deepseek_agents import MODEL_SEED, decode_in_processes, decode_through_agents
 from tests.deepseek_judge import (
@@ -68,7 +69,12 @@ def test_a_prompt_so_short_that_ranks_start_empty(tmp_path: Path, model: Deepsee
 
 
 def decode_without_agents(
-    model: DeepseekV3ForCausalLM, num_ranks: int, interleave: int, lost_token: int | None = None
+    model: DeepseekV3ForCausalLM,
+    num_ranks: int,
+    interleave: int,
+    *,
+    lost_token: int | None = None,
+    lse_base: LseBase = "e",
 ) -> list[int]:
     """Rows put into the ranks' pages by plain indexing; those of `lost_token` are zeros."""
     rows, first_token = prefill_at_once(model, PROMPT)
@@ -77,7 +83,7 @@ def decode_without_agents(
             layer_rows[lost_token] = 0.0
     shards = [Shard(rank=rank, size=num_ranks, interleave=interleave) for rank in range(num_ranks)]
     ranks = [scattered_rank(shard, rows, page_tokens=4, spare_tokens=16, seed=shard.rank) for shard in shards]
-    attend = attend_together(ranks, softmax_scale(model))
+    attend = attend_together(ranks, softmax_scale(model), lse_base)
     return decode_tokens(model, first_token, len(PROMPT), NUM_NEW_TOKENS, attend)
 
 
@@ -92,3 +98,7 @@ def test_without_agents_in_between(
 def test_the_judge_notices_one_lost_row(model: DeepseekV3ForCausalLM, expected: list[int]) -> None:
     """A row of zeros where a token's latent belongs, on one rank in every layer, changes the tokens."""
     assert decode_without_agents(model, 2, 1, lost_token=30) != expected
+
+
+def test_the_judge_notices_a_wrong_base(model: DeepseekV3ForCausalLM, expected: list[int]) -> None:
+    assert decode_without_agents(model, 3, 1, lse_base="2") != expected
