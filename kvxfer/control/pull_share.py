@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import select
 import socket
 import struct
 from array import array
@@ -32,6 +33,7 @@ PULL_SOCKET = "pull.sock"
 NUM_LEASES = 4096
 _MAX_PACKET_BYTES = 4096
 _MAX_REQUESTS_PER_POLL = 64
+_MAX_SILENT = 64
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
@@ -99,6 +101,8 @@ class PullListener:
         self._claim = SocketClaim(socket_dir, PULL_SOCKET, "pull.lock")
         self.path = str(self._claim.path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._epoll = select.epoll()
+        self._silent: deque[socket.socket] = deque()  # connected and have not asked yet, the oldest first
         try:
             with group_only_umask():
                 self._socket.bind(self.path)
@@ -107,16 +111,16 @@ class PullListener:
             self.close()
             raise ConfigError(f"socket_dir: cannot listen at {self.path}: {error.strerror}") from error
         self._socket.setblocking(False)
-        self._accepted: deque[socket.socket] = deque()
+        self._epoll.register(self._socket, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Readable while somebody asks."""
-        return self._socket.fileno()
+        """Readable while somebody connects or asks."""
+        return self._epoll.fileno()
 
     def poll(self, pool: str | None, memory: HostMemory | None, leases: LeaseTable) -> list[str]:
         """Answer who asks; returns what was refused, for the log. Never blocks.
 
-        A request comes with the connection; one that has not arrived yet is looked at again with the next call.
+        Of those that connect and stay silent some are kept, the newest.
         """
         refused = []
         for _ in range(_MAX_REQUESTS_PER_POLL):
@@ -125,27 +129,30 @@ class PullListener:
             except BlockingIOError:
                 break
             accepted.setblocking(False)
-            self._accepted.append(accepted)
-        for _ in range(len(self._accepted)):
-            connection = self._accepted.popleft()
+            self._epoll.register(accepted, select.EPOLLIN)
+            self._silent.append(accepted)
+        for _ in range(len(self._silent)):
+            connection = self._silent.popleft()
             try:
                 problem = self._answer(connection, pool, memory, leases)
             except BlockingIOError:
-                if len(self._accepted) < _MAX_REQUESTS_PER_POLL:
-                    self._accepted.append(connection)
-                    continue
-                problem = "asked nothing"
+                self._silent.append(connection)
+                continue
             except OSError as error:
                 problem = f"hung up ({error.strerror})"
             connection.close()
             if problem is not None:
                 refused.append(problem)
+        while len(self._silent) > _MAX_SILENT:
+            self._silent.popleft().close()
+            refused.append("asked nothing")
         return refused
 
     def close(self) -> None:
         """Stop listening and remove the socket."""
-        for connection in getattr(self, "_accepted", ()):
+        for connection in self._silent:
             connection.close()
+        self._epoll.close()
         self._socket.close()
         self._claim.close()
 
@@ -169,7 +176,7 @@ class PullListener:
             return problem
         assert memory is not None
         offer = PullOffer(pool_bytes=memory.num_bytes, lease_bytes=leases.memory.num_bytes)
-        # Opened anew through /proc, the descriptors are read-only for good: no write mapping can be made of them.
+        # Opened anew through /proc they are read-only: by no mistake of the peer can a mapping of them be written to.
         fds = [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC) for fd in (memory.fd, leases.memory.fd)]
         try:
             socket.send_fds(connection, [_encoder.encode(offer)], fds)

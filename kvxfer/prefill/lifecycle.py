@@ -68,9 +68,6 @@ class Lifecycle:
             return
         assert self.layout is not None
         began_s = time.perf_counter()
-        if leg.mode is Mode.P2P and leg.lease is None:
-            self.fail(transfer, Reason.PEER_REFUSED, "mode p2p: no lease word is free", now)
-            return
         route, grant = leg.peer.route, leg.grant
         tables = tuple(chunk.tables.get(group.name, NO_PAGES) for group in route.groups)
         ranges = tuple(table.token_range for table in tables)
@@ -79,6 +76,9 @@ class Lifecycle:
             addresses = resolve(plan, route, "src", self.layout, tables)
         except LayoutError as error:
             self.fail(transfer, Reason.LAYOUT_MISMATCH, str(error), now)
+            return
+        if plan.num_segments and leg.mode is Mode.P2P and leg.lease is None:
+            self.fail(transfer, Reason.PEER_REFUSED, "mode p2p: no lease word is free", now)
             return
         num_runs = count_runs(plan, addresses)
         leg.num_chunks += 1
