@@ -34,9 +34,7 @@ def test_a_segment_that_came_as_it_was_packed_passes() -> None:
     check_segment(_notice(bind(digest(slot[:96]), *PLACE)), slot)
 
 
-@pytest.mark.parametrize(
-    "place", [("cd" * 16, 3, 1, 2), (TRANSFER, 4, 1, 2), (TRANSFER, 3, 0, 2), (TRANSFER, 3, 1, 1)]
-)
+@pytest.mark.parametrize("place", [("cd" * 16, 3, 1, 2), (TRANSFER, 4, 1, 2), (TRANSFER, 3, 0, 2), (TRANSFER, 3, 1, 1)])
 def test_right_bytes_in_the_wrong_place_do_not_pass(place: tuple[str, int, int, int]) -> None:
     slot = np.arange(128, dtype=np.uint8)
     with pytest.raises(IntegrityError, match="chunk 1, landing slot 5, 96 bytes"):
