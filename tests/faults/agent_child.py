@@ -68,10 +68,10 @@ def hold_prefill(agent: PrefillAgent, holds: Holds) -> None:
     receive, send, notify = core.receive, links.send, sidecar.notify
     submit_write, submit_move = sidecar.transport.submit_write, sidecar.mover.submit
 
-    def held_receive(peer: str, message: DecodeToPrefill, now: float) -> None:
+    def held_receive(incarnation: str, message: DecodeToPrefill, now: float) -> None:
         if isinstance(message, Grant):
             holds.reach("before grant")
-        receive(peer, message, now)
+        receive(incarnation, message, now)
         if isinstance(message, Grant):
             holds.reach("granted")
 

@@ -80,7 +80,7 @@ class Forked:
         except (BrokenPipeError, ConnectionResetError) as error:
             raise FaultError(f"{self.name} is gone{self.log_tail()}") from error
 
-    def ask(self, timeout_s: float = 20.0, **message: object) -> Message:
+    def ask(self, message: Message, timeout_s: float = 20.0) -> Message:
         """Send a request and wait for its reply."""
         self._num_asked += 1
         self.send({**message, "id": self._num_asked})

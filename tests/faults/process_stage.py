@@ -120,7 +120,7 @@ class Stage:
         if name[1] == "a":
             worker = self.processes[name[0] + "w" + name[2:]]
             worker.take(lambda each: "lost" in each, SLOW_S)
-            worker.ask(do="connect")
+            worker.ask({"do": "connect"})
 
     def _config(self, name: str, seat: Path) -> PrefillConfig | DecodeConfig:
         shape = self.shape
@@ -144,7 +144,7 @@ class Stage:
     # ---- transfers ----
 
     def ask(self, name: str, **message: object) -> Message:
-        return self.processes[name].ask(**message)
+        return self.processes[name].ask(message)
 
     def send(self, num_tokens: int, deadline_s: float = SLOW_S, *, submit_all: bool = True) -> Sent:
         """A ticket; with `submit_all` all its chunks are submitted."""
@@ -171,7 +171,7 @@ class Stage:
     def open(self, sent: Sent, workers: Sequence[str] | None = None) -> None:
         """Open the transfer at all decode workers, and wait for their agents' answers."""
         for name in self.decode_workers if workers is None else workers:
-            self.ask(name, **self._open_request(sent))
+            self.processes[name].ask(self._open_request(sent))
 
     def open_unheard(self, sent: Sent) -> None:
         """Open the transfer at all decode workers, whose agents may not live to answer."""
@@ -233,10 +233,15 @@ class Stage:
     def census(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         return {name: self.ask(name, do="census")["census"] for name in names}
 
-    def expect_census(self, wanted: dict[str, dict[str, Any]], timeout_s: float = 8.0) -> None:
-        """Wait until these processes hold no more and no less than `wanted`."""
+    def expect_census(
+        self, wanted: dict[str, dict[str, Any]], timeout_s: float = 8.0, *, num_left_open: int = 0
+    ) -> None:
+        """Wait until these processes hold what `wanted` says, but for `num_left_open` more descriptors at most."""
         deadline = time.monotonic() + timeout_s
-        while (found := self.census(list(wanted))) != wanted:
+        while True:
+            found = self.census(list(wanted))
+            if all(_is_back(wanted[name], found[name], num_left_open) for name in wanted):
+                return
             if time.monotonic() > deadline:
                 differences = {name: (wanted[name], found[name]) for name in wanted if wanted[name] != found[name]}
                 raise FaultError(f"held before and after: {differences}")
@@ -263,3 +268,7 @@ class Stage:
 
     def logs(self) -> str:
         return "".join(f"\n{name}:{process.log_tail()}" for name, process in self.processes.items())
+
+
+def _is_back(before: dict[str, Any], now: dict[str, Any], num_left_open: int) -> bool:
+    return {**now, "fds": 0} == {**before, "fds": 0} and 0 <= now["fds"] - before["fds"] <= num_left_open
