@@ -203,7 +203,7 @@ def time_part(part: Part, device: torch.device) -> Row:
         dist.all_reduce(all_us, op=dist.ReduceOp.MAX)
         return float(all_us.item())
 
-    part.run()  # connects the ranks, which must not happen while a graph is captured
+    part.run()  # connects the ranks, which must neither be timed nor happen while a graph is captured
     us = slowest(graph_us(part.run, slowest) if device.type == "cuda" else eager_us(part.run))
     sent_gbs = part.sent_bytes / us / 1e3 if part.sent_bytes else None
     return Row(part.way, part.name, part.batch, part.heads, us, sent_gbs)

@@ -26,20 +26,43 @@ from kvxfer.kernels._launch import (
 from kvxfer.kernels.a2a_layout import A2ALayout
 from kvxfer.kernels.combine import check_lse_out, launch_combine
 
-# Rows of a packing program: few, so that a batch of one still spreads over many multiprocessors.
-_ROWS = 4
-# From here on the data exceeds the L2, and more threads a row were measured to be faster by 1 %.
+# Rows of a batch, times heads, from which on the programs of a launch are many, and from which on the data exceeds
+# the L2. Between the two, whole rows to a warp were measured to be fastest; elsewhere one load to a thread.
+_SEVERAL_ROWS = 8192
 _MANY_ROWS = 32768
+_LSES_PER_PROGRAM = 512
 
 
-@jit(do_not_specialize=["num_rows", "slot_bytes", "lse_offset_bytes"])
-def _pack_kernel(
-    out, lse, send, row_lens, num_rows, slot_bytes, lse_offset_bytes, out_stride_b, out_stride_h, out_stride_d,
-    lse_stride_b, lse_stride_h, lens_stride,
-    HEADS: tl.constexpr, HEADS_PER_RANK: tl.constexpr, ROW_WORDS: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_LENS: tl.constexpr,
+@jit
+def _places(rows, HEADS: tl.constexpr, HEADS_PER_RANK: tl.constexpr):
+    """Batch row, head, peer and row in the peer's slot of `rows`, counted as they lie in `out`; all but head int64."""
+    b = (rows // HEADS).to(tl.int64)
+    head = rows % HEADS
+    return b, head.to(tl.int64), (head // HEADS_PER_RANK).to(tl.int64), b * HEADS_PER_RANK + head % HEADS_PER_RANK
+
+
+@jit
+def _move_lses(
+    first_row, lse, send, row_lens, num_rows, slot_bytes, lse_offset_bytes, lse_stride_b, lse_stride_h, lens_stride,
+    HEADS: tl.constexpr, HEADS_PER_RANK: tl.constexpr, ROWS: tl.constexpr, HAS_LENS: tl.constexpr,
 ):  # fmt: skip
-    """Moves `ROWS` rows, in the order in which they lie in `out`, and their LSEs; strides of `out` are in lanes."""
+    rows = first_row + tl.arange(0, ROWS)
+    live = rows < num_rows
+    b, head, peer, slot_row = _places(rows, HEADS, HEADS_PER_RANK)
+    values = tl.load(lse + b * lse_stride_b + head * lse_stride_h, mask=live)
+    if HAS_LENS:
+        row_len = tl.load(row_lens + b * lens_stride, mask=live, other=0)
+        values = tl.where(row_len > 0, values, float("-inf"))
+    slots = (send + peer * slot_bytes + lse_offset_bytes).to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(slots + slot_row, values, mask=live)
+
+
+@jit
+def _move_rows(
+    first_row, out, send, row_lens, num_rows, slot_bytes, out_stride_b, out_stride_h, out_stride_d, lens_stride,
+    HEADS: tl.constexpr, HEADS_PER_RANK: tl.constexpr, ROW_WORDS: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr, HAS_LENS: tl.constexpr,
+):  # fmt: skip
     # A word of 16 bytes is two lanes of 8 that lie side by side: the compiler joins them into one access.
     LANE: tl.constexpr = 8 if WORD == 16 else WORD
     LANES: tl.constexpr = WORD // LANE
@@ -51,34 +74,47 @@ def _pack_kernel(
         lane_type = tl.int16
     else:
         lane_type = tl.int8
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = first_row + tl.arange(0, ROWS)
     live = rows < num_rows
-    b = (rows // HEADS).to(tl.int64)
-    head = rows % HEADS
-    peer = (head // HEADS_PER_RANK).to(tl.int64)
-    slot_row = b * HEADS_PER_RANK + head % HEADS_PER_RANK
-    lse_values = tl.load(lse + b * lse_stride_b + head.to(tl.int64) * lse_stride_h, mask=live)
-    keep = live
-    if HAS_LENS:
-        keep = live & (tl.load(row_lens + b * lens_stride, mask=live, other=0) > 0)
-        lse_values = tl.where(keep, lse_values, float("-inf"))
-    slots = send + peer * slot_bytes
-    lse_slots = (slots + lse_offset_bytes).to(tl.pointer_type(tl.float32), bitcast=True)
-    tl.store(lse_slots + slot_row, lse_values, mask=live)
-    src = tl.multiple_of(out.to(tl.pointer_type(lane_type), bitcast=True), WORD)
+    b, head, peer, slot_row = _places(rows, HEADS, HEADS_PER_RANK)
+    # Evenly spaced rows are found without a division, so that the load goes out before the rest is worked out.
+    from_words = (rows.to(tl.int64) * out_stride_h if EVEN else b * out_stride_b + head * out_stride_h) * LANES
     # In whole words, then in lanes: the product shows the compiler that every row begins on a word.
-    from_words = (b * out_stride_b + head.to(tl.int64) * out_stride_h) * LANES
     to_words = (peer * (slot_bytes // WORD) + slot_row * ROW_WORDS) * LANES
+    src = tl.multiple_of(out.to(tl.pointer_type(lane_type), bitcast=True), WORD)
     dst = tl.multiple_of(send.to(tl.pointer_type(lane_type), bitcast=True), WORD)
     for first in tl.static_range(0, ROW_WORDS * LANES, BLOCK):
         lanes = first + tl.arange(0, BLOCK)
-        inside = lanes < ROW_WORDS * LANES
+        inside = live[:, None] & (lanes < ROW_WORDS * LANES)[None, :]
         values = tl.load(
-            src + (from_words[:, None] + (lanes.to(tl.int64) * out_stride_d)[None, :]),
-            mask=keep[:, None] & inside[None, :],
-            other=0,
+            src + (from_words[:, None] + (lanes.to(tl.int64) * out_stride_d)[None, :]), mask=inside, other=0
         )
-        tl.store(dst + (to_words[:, None] + lanes[None, :]), values, mask=live[:, None] & inside[None, :])
+        if HAS_LENS:
+            # Selected after the load, not masked before it: two loads in a chain cost more than rows read in vain.
+            row_len = tl.load(row_lens + b * lens_stride, mask=live, other=0)
+            values = tl.where((row_len > 0)[:, None], values, 0)
+        tl.store(dst + (to_words[:, None] + lanes[None, :]), values, mask=inside)
+
+
+@jit(do_not_specialize=["num_rows", "num_lse_programs", "slot_bytes", "lse_offset_bytes"])
+def _pack_kernel(
+    out, lse, send, row_lens, num_rows, num_lse_programs, slot_bytes, lse_offset_bytes, out_stride_b, out_stride_h,
+    out_stride_d, lse_stride_b, lse_stride_h, lens_stride,
+    HEADS: tl.constexpr, HEADS_PER_RANK: tl.constexpr, ROW_WORDS: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr, LSES: tl.constexpr, HAS_LENS: tl.constexpr,
+):  # fmt: skip
+    """The first programs move `LSES` LSEs each, the others `ROWS` rows of payload; strides of `out` are in words."""
+    program = tl.program_id(0)
+    if program < num_lse_programs:
+        _move_lses(
+            program * LSES, lse, send, row_lens, num_rows, slot_bytes, lse_offset_bytes, lse_stride_b, lse_stride_h,
+            lens_stride, HEADS, HEADS_PER_RANK, LSES, HAS_LENS,
+        )  # fmt: skip
+    else:
+        _move_rows(
+            (program - num_lse_programs) * ROWS, out, send, row_lens, num_rows, slot_bytes, out_stride_b, out_stride_h,
+            out_stride_d, lens_stride, HEADS, HEADS_PER_RANK, ROW_WORDS, WORD, ROWS, BLOCK, EVEN, HAS_LENS,
+        )  # fmt: skip
 
 
 def pack_a2a(
@@ -130,12 +166,15 @@ def _launch_pack(
         stride_b, stride_h = stride_b // words_per_stride, stride_h // words_per_stride
     num_rows = layout.batch * layout.heads
     row_lanes = layout.row_bytes // min(word_bytes, 8)
-    _pack_kernel[(ceil_div(num_rows, _ROWS),)](
+    rows, num_warps = (4, 1) if _SEVERAL_ROWS <= num_rows < _MANY_ROWS else (2, 4)
+    num_lse_programs = ceil_div(num_rows, _LSES_PER_PROGRAM)
+    _pack_kernel[(num_lse_programs + ceil_div(num_rows, rows),)](
         out if layout.dtype not in FP8_DTYPES else out.view(torch.uint8),
         lse,
         send,
         lse if row_lens is None else row_lens,
         num_rows,
+        num_lse_programs,
         layout.slot_bytes,
         layout.lse_offset_bytes,
         stride_b,
@@ -147,10 +186,12 @@ def _launch_pack(
         HEADS_PER_RANK=layout.heads_per_rank,
         ROW_WORDS=layout.row_bytes // word_bytes,
         WORD=word_bytes,
-        ROWS=_ROWS,
+        ROWS=rows,
         BLOCK=min(next_power_of_2(row_lanes), 512),
+        EVEN=layout.batch == 1 or stride_b == layout.heads * stride_h,
+        LSES=_LSES_PER_PROGRAM,
         HAS_LENS=row_lens is not None,
-        num_warps=4 if num_rows >= _MANY_ROWS else 1,
+        num_warps=num_warps,
     )
 
 
