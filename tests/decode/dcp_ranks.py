@@ -73,6 +73,8 @@ def _enter(
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
         scenario(torch.device(device), *args)
+        # A rank that leaves while another is still connecting to it fails that one.
+        dist.barrier()
         dist.destroy_process_group()
     except BaseException:
         message = traceback.format_exc()
