@@ -9,9 +9,10 @@ import time
 
 import msgspec
 
-from tests.faults.chosen import CHOSEN, SCENARIOS
+from tests.faults.chosen import CHOSEN
 from tests.faults.matrix import ALL
 from tests.faults.runner import Scenario, run_all
+from tests.faults.scenarios import SCENARIOS
 
 NUM_PARALLEL = 4
 

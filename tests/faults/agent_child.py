@@ -19,6 +19,7 @@ from kvxfer.slots import SlotState
 from kvxfer.transfer import EventKind
 from kvxfer.transports import exit_process
 from kvxfer.transports.base import WriteBatch
+from kvxfer.transports.loopback import LoopbackFaults, LoopbackTransport
 from tests.faults.census import census
 from tests.faults.forked import Message, Wire
 
@@ -120,7 +121,7 @@ def hold_decode(agent: DecodeAgent, holds: Holds) -> None:
 
 
 def run_agent(config: PrefillConfig | DecodeConfig, wire: Wire) -> None:
-    """Serve until SIGTERM. Says once that it is ready; answers `census`, takes `arm` and `go`."""
+    """Serve until SIGTERM. Says once that it is ready; answers `census`, takes `arm`, `go` and `delay`."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     holds = Holds(wire)
     agent: PrefillAgent | DecodeAgent
@@ -140,6 +141,11 @@ def run_agent(config: PrefillConfig | DecodeConfig, wire: Wire) -> None:
                 wire.send({"re": message["id"]})
             case "go":
                 holds.go()
+            case "delay":
+                transport = agent._sidecar.transport
+                assert isinstance(transport, LoopbackTransport)
+                transport._faults = LoopbackFaults(delays_s=(message["delay_s"],))
+                wire.send({"re": message["id"]})
             case "census":
                 open_transfers = getattr(agent._core, "transfers", None) or getattr(agent._core, "receives", {})
                 counts = {state.value: slots.count(state) for state in SlotState if slots.count(state)}

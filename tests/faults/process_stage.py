@@ -22,7 +22,6 @@ from tests.wire_world import Geometry, GroupSpec, make_layout
 START_S = 30.0
 SLOW_S = 20.0
 PEER_TIMEOUT_S = 1.2
-DRAIN_S = 0.5
 NUM_SLOTS = 4
 _SPEC = GroupSpec("kv", Placement.SHARDED, 3, 24)
 
@@ -37,6 +36,8 @@ class Shape:
     slot_bytes: int = 160
     write_delay_s: float = 0.0  # loopback alone: how long each write is in flight
     num_slots: int = NUM_SLOTS
+    is_group: bool = True  # the decode agents share the rows; otherwise each is a group of its own
+    drain_s: float = 0.5
 
 
 @dataclass(slots=True)
@@ -131,14 +132,21 @@ class Stage:
             "slots": SlotConfig(num_slots=shape.num_slots, slot_bytes=shape.slot_bytes),
             "num_threads": 1,
             "peer_timeout_s": PEER_TIMEOUT_S,
-            "drain_s": DRAIN_S,
+            "drain_s": shape.drain_s,
         }
         if name == "pa":
             return PrefillConfig(listen_port=self._port, **common)
-        return DecodeConfig(dst_rank=int(name[2:]), dst_world=shape.num_decode, **common)
+        return DecodeConfig(dst_rank=self._rank(name), dst_world=self._world, **common)
+
+    @property
+    def _world(self) -> int:
+        return self.shape.num_decode if self.shape.is_group else 1
+
+    def _rank(self, name: str) -> int:
+        return int(name[2:]) if self.shape.is_group else 0
 
     def _layout(self, name: str) -> PoolLayout:
-        shard = Shard() if name == "pw" else Shard(int(name[2:]), self.shape.num_decode, 1)
+        shard = Shard() if name == "pw" else Shard(self._rank(name), self._world, 1)
         return make_layout((_SPEC,), Geometry(4), self.shape.num_pages, shard)
 
     # ---- transfers ----
@@ -197,19 +205,25 @@ class Stage:
             lambda each: each.get("transfer") == sent.transfer and "event" in each, timeout_s
         )
 
+    def expect_end(self, worker: str, sent: Sent, within_s: float, reasons: Sequence[str]) -> None:
+        """The transfer fails, or was aborted, for one of these reasons, and soon."""
+        event = self.event(worker, sent, within_s)
+        if event["event"] not in ("failed", "aborted") or event["reason"] not in reasons or event["problem"]:
+            raise FaultError(f"{worker}: expected an end for one of {reasons}, got {event}{self.logs()}")
+
     def num_events(self, worker: str, sent: Sent) -> int:
         """Terminal events of a transfer that have come from a worker and were not taken."""
         messages = self.processes[worker].messages
         return sum(1 for each in messages if each.get("transfer") == sent.transfer and "event" in each)
 
-    def move(self, num_tokens: int = 40) -> None:
-        """A whole transfer that must be exact."""
+    def move(self, num_tokens: int = 40, workers: Sequence[str] | None = None) -> None:
+        """A whole transfer that must be exact, to these decode workers (all of them)."""
         sent = self.send(num_tokens)
-        self.open(sent)
-        self.expect_good_end(sent)
+        self.open(sent, workers)
+        self.expect_good_end(sent, workers)
 
-    def expect_good_end(self, sent: Sent) -> None:
-        for name in self.workers:
+    def expect_good_end(self, sent: Sent, workers: Sequence[str] | None = None) -> None:
+        for name in ("pw", *(self.decode_workers if workers is None else workers)):
             event = self.event(name, sent)
             wanted = "sent" if name == "pw" else "landed"
             if event["event"] != wanted or event["problem"]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import select
 import time
 from pathlib import Path
 
 import numpy as np
 
+from kvxfer.control.channel import Selector
 from kvxfer.control.client import DecodeClient, PrefillClient
 from kvxfer.control.codec import decode_ticket, encode_ticket
 from kvxfer.control.messages import Ticket, TransferEvent
@@ -20,8 +20,8 @@ from tests.faults.census import census
 from tests.faults.forked import Message, Wire
 from tests.wire_world import Worker
 
-_POLL_S = 0.02
 _CONNECT_S = 20.0
+_AGE_S = 0.5  # after which the client is looked at without having called
 
 
 class WorkerChild:
@@ -39,34 +39,39 @@ class WorkerChild:
         kind = PrefillClient if self._role == "prefill" else DecodeClient
         if self._client is not None:
             self._client.close()
-        self._client = kind.connect(self._seat.socket_dir, self._seat.memory, self._seat.layout, timeout_s=_CONNECT_S)
+        seat = self._seat
+        self._client = kind.connect(seat.socket_dir, seat.memory, seat.layout, timeout_s=_CONNECT_S)
+        link = self._client._link
+        self._selector = Selector([link.channel, link.handoff, self._wire])
 
     def run(self) -> None:
         """Serve until the parent hangs up."""
         self._wire.send({"ready": True})
         while True:
-            wait_s = 0.0 if self._client is not None else None
-            if select.select([self._wire], [], [], wait_s)[0]:
+            while self._client is not None and self._look(self._client):
+                pass
+            if self._wire in self._selector.wait(_AGE_S):
                 message = self._wire.receive()
                 if message is None:
                     break
                 self._serve(message)
-            if self._client is not None:
-                self._look(self._client)
         if self._client is not None:
             self._client.close()
         self._seat.close()
 
-    def _look(self, client: PrefillClient | DecodeClient) -> None:
+    def _look(self, client: PrefillClient | DecodeClient) -> bool:
+        """Take an event; whether there was one."""
         try:
-            event = client.next_event(_POLL_S)
+            event = client.next_event(0)
         except AgentLostError as error:
             self._wire.send({"lost": str(error), "at": time.monotonic()})
+            self._selector = Selector([self._wire])
             client.close()
             self._client = None
-            return
+            return False
         if event is not None and event.event is not EventKind.SOURCE_FREE:
             self._ended(event)
+        return event is not None
 
     def _ended(self, event: TransferEvent) -> None:
         """From now on the pages are quiet: what a failed transfer has left there is there to stay."""
