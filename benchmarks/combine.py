@@ -146,6 +146,10 @@ def wide_parts(group: DcpGroup) -> Iterator[Part]:
     send_lse, recv_lse = (torch.empty(shape[:3], device=group.device) for _ in range(2))
     sent_bytes = (world - 1) * layout.slot_bytes
 
+    def pack_apart() -> None:
+        send_out.copy_(out.view(batch, world, -1, head_dim).transpose(0, 1))
+        send_lse.copy_(lse.view(batch, world, -1).transpose(0, 1))
+
     def exchange_packed() -> None:
         dist.all_to_all_single(recv, send)
 
@@ -154,14 +158,14 @@ def wide_parts(group: DcpGroup) -> Iterator[Part]:
         dist.all_to_all_single(recv_lse, send_lse)
 
     def combine_apart() -> torch.Tensor:
-        send_out.copy_(out.view(batch, world, -1, head_dim).transpose(0, 1))
-        send_lse.copy_(lse.view(batch, world, -1).transpose(0, 1))
+        pack_apart()
         exchange_apart()
         return lse_combine(recv_out, recv_lse, lse_base="e")
 
     # Two ways to the same result, or their times say nothing.
     torch.testing.assert_close(combine_apart(), group.combine(out, lse))
-    pack_a2a(out, lse, send, layout)
+    yield Part("packed", "pack", batch, heads, lambda: pack_a2a(out, lse, send, layout))
+    yield Part("apart", "pack", batch, heads, pack_apart)
     yield Part("packed", "exchange", batch, heads, exchange_packed, sent_bytes)
     yield Part("apart", "exchange", batch, heads, exchange_apart, sent_bytes)
     yield Part("packed", "whole", batch, heads, lambda: group.combine(out, lse), sent_bytes)

@@ -20,7 +20,9 @@ def test_every_part_is_timed(capfd: pytest.CaptureFixture[str]) -> None:
     shapes = SHAPES[Device.CPU]
     parts = {"a2a": ("pack", "exchange", "combine", "whole"), "ag_rs": ("gather", "scale", "scatter", "whole")}
     expected = [(way, part, batch) for way, names in parts.items() for batch in shapes.batches for part in names]
-    expected += [(way, part, shapes.wide_batch) for part in ("exchange", "whole") for way in ("packed", "apart")]
+    expected += [
+        (way, part, shapes.wide_batch) for part in ("pack", "exchange", "whole") for way in ("packed", "apart")
+    ]
     assert [(row["way"], row["part"], row["batch"]) for row in report["rows"]] == expected
     assert all(row["us"] > 0 for row in report["rows"])
     senders = {row["part"] for row in report["rows"] if row["sent_gbs"] is not None}
