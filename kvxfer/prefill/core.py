@@ -245,7 +245,7 @@ class PrefillCore:
 
     def _abort_leg(self, peer: Peer, message: AbortLeg, now: float) -> None:
         key: LegKey = (message.transfer, message.generation)
-        leg = peer.legs.get(key)
+        leg = peer.legs.get(key) or self._leg_of_lost_pairing(peer, key)
         if leg is None:
             peer.bury(key)
             self._life.give_up(peer.info.incarnation, message, now)
@@ -258,18 +258,16 @@ class PrefillCore:
         if not leg.is_live:
             self._life.send_quiesced(leg, now)
 
+    def _leg_of_lost_pairing(self, peer: Peer, key: LegKey) -> Leg | None:
+        """The leg, if the peer has paired anew since and something of it may still run."""
+        transfer = self.transfers.get(key[0])
+        leg = transfer.legs.get(peer.info.incarnation) if transfer is not None else None
+        return leg if leg is not None and leg.key == key else None
+
     def _answer_query(self, peer: Peer, message: Query) -> None:
         leg = peer.legs.get((message.transfer, message.generation))
         status = LegStatus(transfer=message.transfer, generation=message.generation, state="unknown")
-        if leg is not None:
-            status = LegStatus(
-                transfer=message.transfer,
-                generation=message.generation,
-                state=leg.state.value,
-                segments=tuple(leg.written[-4096:]),
-                finished=leg.finished,
-            )
-        self._life.outbox.append(SendToPeer(peer.info.incarnation, status))
+        self._life.outbox.append(SendToPeer(peer.info.incarnation, leg.status() if leg is not None else status))
         if leg is not None and leg.state is LegState.ACTIVE and leg.num_wanted_sent:
             # The last one may be lost, and a leg that holds slots without credits keeps others from theirs.
             want = Want(transfer=leg.transfer, generation=message.generation, num_leased=leg.num_wanted_sent)

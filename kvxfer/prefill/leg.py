@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvxfer.control.messages import Finished, Grant, PathFigures, Segment
+from kvxfer.control.messages import Finished, Grant, LegStatus, PathFigures, Segment
 from kvxfer.operations import CancelFlag, SegmentSource
 from kvxfer.routes import Route
 from kvxfer.transfer import LEG_MOVES, LegState
@@ -130,6 +130,16 @@ class Leg:
     @property
     def is_live(self) -> bool:
         return self.state not in (LegState.FINISHED, LegState.QUIET)
+
+    def status(self) -> LegStatus:
+        """How far the leg is, with the newest of what was written."""
+        return LegStatus(
+            transfer=self.transfer,
+            generation=self.grant.generation,
+            state=self.state.value,
+            segments=tuple(self.written[-4096:]),
+            finished=self.finished,
+        )
 
     def move(self, state: LegState) -> None:
         """Take a step that the table of legal moves allows."""
