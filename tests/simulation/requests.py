@@ -126,7 +126,8 @@ class Request:
         is_new = agent.incarnation not in self._reached and agent.idx != 0
         side = agent.sides.get(self.transfer)
         if agent.pool is None or (side is None and not is_new) or (side is not None and side.end is not None):
-            return  # the worker was told that the transfer has ended, or is another one
+            self.give_up()  # the worker was told that the transfer has ended, or is another one
+            return
         self._reached.add(agent.incarnation)
         side = side or self._new_prefill_side(agent)
         agent.pool.hold(side, spec.tokens, spec.layers, 0, fill=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.control.messages import Finished, Grant, Ping, PullChunk, Pulled, Query, Want
+from kvxfer.control.messages import Finished, Grant, Ping, PullChunk, Pulled, Query, Quiesced, Want
 from kvxfer.layout import TokenRange
 from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.leg import Mode
 from kvxfer.transfer import EventKind, Reason
+from kvxfer.transports.base import Outcome
 from tests.prefill.driver import PrefillDriver
 from tests.simulation.pull import LeaseWords
 
@@ -96,3 +97,20 @@ def test_a_leg_that_ends_after_the_floor_has_passed_it_is_forgotten_with_the_nex
     driver.end_gathers()
     driver.receive(peer, Ping(incarnation=peer, floor=2))
     assert driver.core.peers[peer].legs == {}
+
+
+def test_an_abort_after_a_new_pairing_waits_for_what_the_old_pairing_left_running() -> None:
+    driver = PrefillDriver()
+    peer, transfer = driver.pair(), driver.ticket()
+    driver.submit(transfer, 0, 4)
+    driver.grant(peer, transfer, 4)
+    driver.end_gathers()
+    driver.credit(peer, transfer, 5)
+    info = driver.core.peers[peer].info
+    driver.lose(peer)
+    driver.core.peer_paired(info)
+    driver.abort_leg(peer, transfer)
+    assert driver.to(peer, Quiesced) == []
+    driver.end_write(outcome=Outcome.UNKNOWN)
+    (quiesced,) = driver.to(peer, Quiesced)
+    assert quiesced.unknown_slots == (5,)
