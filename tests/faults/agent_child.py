@@ -151,7 +151,8 @@ def run_agent(config: PrefillConfig | DecodeConfig, wire: Wire) -> None:
                 counts = {state.value: slots.count(state) for state in SlotState if slots.count(state)}
                 refused = dict(agent._core.refused)
                 facts = {**census(), "slots": counts, "num_open": len(open_transfers)}
-                wire.send({"re": message["id"], "census": facts, "refused": refused})
+                num_segments = agent._sidecar.transport.counters.num_writes
+                wire.send({"re": message["id"], "census": facts, "refused": refused, "num_segments": num_segments})
 
     def serve() -> None:
         while (message := wire.receive()) is not None:

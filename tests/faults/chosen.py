@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.faults.matrix import ALL, Case
 from tests.faults.runner import Scenario
-from tests.faults.scenarios import SCENARIOS
+from tests.faults.scenarios import SCENARIOS, Script
+from tests.faults.soak import soak
 
 # The two agents at every point on one transport; the workers, whose end reaches the cores as one event at any point,
 # where most is under way; over NIXL the kills that leave an engine in the middle of a write.
@@ -28,4 +29,11 @@ _CELLS = [
     ("nixl", "da0", "stop", "segment noticed"),
 ]
 CHOSEN_CASES: list[Case] = [case for case in ALL if (case.transport, case.victim, case.fault, case.point) in _CELLS]
-CHOSEN: list[Scenario] = [*CHOSEN_CASES, *SCENARIOS]
+
+
+def _short_soak() -> str:
+    parts, _ = soak(300, "loopback", num_restarts=1)  # too short to judge what a segment costs
+    return f"{sum(part.elapsed_s for part in parts):.0f} s"
+
+
+CHOSEN: list[Scenario] = [*CHOSEN_CASES, *SCENARIOS, Script("a soak of 300 transfers", _short_soak)]
