@@ -137,9 +137,13 @@ class MooncakeEngine:
         self._peers.pop(peer, None)
 
     def is_stale_for(self, metadata: Metadata) -> bool:
-        # The data port of a session is cached for ever: after a restart on the same port every write fails.
+        # The data port of a session is cached for ever: after a restart on the same port every write fails. And what
+        # was given up can sit in a session's queue for minutes: each entry waits for a connection to be tried again.
         session = metadata.engine.decode(errors="replace")
-        return self._session_owners.get(session, metadata.endpoint) != metadata.endpoint
+        return (
+            bool(self._abandoned.get(session))
+            or self._session_owners.get(session, metadata.endpoint) != metadata.endpoint
+        )
 
     def path(self, peer: str) -> str:
         return self._peers[peer].path if peer in self._peers else "unknown"

@@ -217,6 +217,22 @@ def test_only_another_process_behind_a_known_session_makes_the_object_stale(make
     assert engine.is_stale_for(_peer("p-2"))
 
 
+def test_a_peer_that_comes_back_is_not_queued_behind_what_was_given_up(
+    fake: FakeTransferEngine, make_engine: MakeEngine
+) -> None:
+    """Entries of a dead connection leave the queue one by one, seconds apart; another session has its own queue."""
+    engine = make_engine()
+    engine.add_peer("p", _peer("p-1"))
+    engine.abandon(_post(engine, 4))
+    engine.drop_peer("p")
+    assert engine.is_stale_for(_peer("p-1"))
+    assert not engine.is_stale_for(_peer("q-1", b"10.0.0.1:15001"))
+    engine.add_peer("p", _peer("p-1"))
+    fake.script = dict.fromkeys(fake.submitted, -1)
+    _post(engine, 1)
+    assert not engine.is_stale_for(_peer("p-1"))
+
+
 @pytest.mark.parametrize(
     "session", [b"", b"host:1", b"10.0.0.1", b"10.0.0.1:0", b"10.0.0.1:65536", b"[::1]:1", b"\xff\xfe:1"]
 )
