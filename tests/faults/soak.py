@@ -35,18 +35,30 @@ _DEADLINE_S = 4.0  # also for a ticket whose decode agent is killed before it ha
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tenth. Processor time a segment, in seconds, and resident bytes are those of `_LASTING`, in this order."""
+    """One tenth. Processor time a segment, in seconds, and resident bytes are those of `_LASTING`, in this order.
+
+    `yardstick_s` is the processor time of a fixed piece of work, done meanwhile: other work on the machine makes that
+    and a segment slower alike.
+    """
 
     ends: Counter[str]
     elapsed_s: float
     cost_s: tuple[float, ...]
     rss_bytes: tuple[int, ...]
+    yardstick_s: float
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """Of a segment, in yardsticks."""
+        return tuple(cost_s / self.yardstick_s for cost_s in self.cost_s)
 
     def as_text(self) -> str:
-        costs = ", ".join(f"{cost * 1e6:.0f}" for cost in self.cost_s)
+        costs = ", ".join(
+            f"{cost * 1e6:.0f} us ({units:.3f})" for cost, units in zip(self.cost_s, self.costs, strict=True)
+        )
         sizes = ", ".join(f"{num / (1 << 20):.2f}" for num in self.rss_bytes)
         ends = ", ".join(f"{num} {name}" for name, num in sorted(self.ends.items()))
-        return f"{self.elapsed_s:6.1f} s  {costs} us/segment  {sizes} MiB  {ends}\n"
+        return f"{self.elapsed_s:6.1f} s  {costs} a segment  {sizes} MiB  {ends}\n"
 
 
 @dataclass(slots=True)
@@ -73,8 +85,10 @@ class Soak:
         restarts = {rng.randrange(num_transfers): rng.choice(_RESTARTED) for _ in range(num_restarts)}
         self._ends.clear()
         began_s, cpu_before, segments_before = time.monotonic(), _cpu(self._stage), self._num_segments()
+        yardstick_s = 0.0
         for idx in range(num_transfers):
             self._begin(rng)
+            yardstick_s += _yardstick()
             if idx in restarts:
                 self._restart(restarts[idx])
             while len(self._flights) >= WINDOW:
@@ -83,8 +97,9 @@ class Soak:
             self._settle(self._flights.popleft())
         num_segments = self._num_segments() - segments_before
         cost_s = tuple((now - then) / num_segments for now, then in zip(_cpu(self._stage), cpu_before, strict=True))
+        yardstick_s /= num_transfers
         sizes = tuple(rss_bytes(self._stage.processes[name].pid) for name in _LASTING)
-        return Part(Counter(self._ends), time.monotonic() - began_s, cost_s, sizes)
+        return Part(Counter(self._ends), time.monotonic() - began_s, cost_s, sizes, yardstick_s)
 
     def _num_segments(self) -> int:
         return int(self._stage.ask("pa", do="census")["num_segments"])
@@ -118,6 +133,15 @@ class Soak:
                 raise FaultError(f"{name}: {event}{self._stage.logs()}")
             if name != "pw":
                 self._ends[event["event"]] += 1
+
+
+def _yardstick() -> float:
+    """Processor time of a fixed piece of work of this process, in seconds."""
+    began_s = time.thread_time()
+    table = {}
+    for idx in range(2000):
+        table[idx % 97] = str(idx)
+    return time.thread_time() - began_s
 
 
 def _cpu(stage: Stage) -> list[float]:
@@ -155,7 +179,7 @@ def judge(parts: list[Part]) -> str:
     """Whether the lasting agents stayed flat."""
     first, last = parts[0], parts[-1]
     growth = max(now - then for now, then in zip(last.rss_bytes, first.rss_bytes, strict=True))
-    cost = max(now / then for now, then in zip(last.cost_s, first.cost_s, strict=True))
+    cost = max(now / then for now, then in zip(last.costs, first.costs, strict=True))
     problems = []
     if growth > MAX_GROWTH_BYTES:
         problems.append(f"memory has grown by {growth} bytes, expected at most {MAX_GROWTH_BYTES}")
