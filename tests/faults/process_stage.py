@@ -21,7 +21,6 @@ from tests.wire_world import Geometry, GroupSpec, make_layout
 
 START_S = 30.0
 SLOW_S = 20.0
-PEER_TIMEOUT_S = 1.2
 NUM_SLOTS = 4
 _SPEC = GroupSpec("kv", Placement.SHARDED, 3, 24)
 
@@ -38,6 +37,7 @@ class Shape:
     num_slots: int = NUM_SLOTS
     is_group: bool = True  # the decode agents share the rows; otherwise each is a group of its own
     drain_s: float = 0.5
+    peer_timeout_s: float = 2.0
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class Stage:
             "transport": TransportConfig(name=shape.transport, options=delays),  # type: ignore[arg-type]
             "slots": SlotConfig(num_slots=shape.num_slots, slot_bytes=shape.slot_bytes),
             "num_threads": 1,
-            "peer_timeout_s": PEER_TIMEOUT_S,
+            "peer_timeout_s": shape.peer_timeout_s,
             "drain_s": shape.drain_s,
         }
         if name == "pa":
@@ -248,7 +248,7 @@ class Stage:
         return {name: self.ask(name, do="census")["census"] for name in names}
 
     def expect_census(
-        self, wanted: dict[str, dict[str, Any]], timeout_s: float = 8.0, *, num_left_open: int = 0
+        self, wanted: dict[str, dict[str, Any]], timeout_s: float = 15.0, *, num_left_open: int = 0
     ) -> None:
         """Wait until these processes hold what `wanted` says, but for `num_left_open` more descriptors at most."""
         deadline = time.monotonic() + timeout_s
