@@ -30,9 +30,12 @@ def results() -> dict[str, Result]:
     return {result.name: result for result in found}
 
 
+def _parameter(name: str) -> object:
+    return pytest.param(name, marks=pytest.mark.nixl if name.startswith("nixl") else ())
+
+
 @pytest.mark.timeout(_LIMIT_S + 30)
-@pytest.mark.nixl
-@pytest.mark.parametrize("name", [scenario.name for scenario in CHOSEN])
+@pytest.mark.parametrize("name", [_parameter(scenario.name) for scenario in CHOSEN])
 def test_scenario(results: dict[str, Result], name: str) -> None:
     assert name in results, "the run ended before it"
     assert not results[name].problem, results[name].problem
