@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import pathlib
+import socket
 import sys
 from collections.abc import Mapping
 from typing import NoReturn, TypeVar
@@ -19,6 +21,7 @@ from kvxfer.transports.loopback import LoopbackOptions, LoopbackTransport
 from kvxfer.transports.mooncake import MooncakeTransport
 from kvxfer.transports.nixl import NixlTransport
 
+_RDMA_DEVICES = pathlib.Path("/sys/class/infiniband")
 TRANSPORT_NAMES = ("loopback", "nixl", "mooncake")
 _Options = TypeVar("_Options")
 
@@ -44,6 +47,7 @@ def create_transport(
         return LoopbackTransport(_parse(options, LoopbackOptions, name))
     if name == "nixl":
         parsed = _parse(options, NixlOptions, name)
+        _check_interface(parsed.interface)
         if not parsed.interface and address.is_loopback:
             parsed = NixlOptions(interface="lo")
         return NixlTransport(incarnation, parsed, is_target=is_target)
@@ -69,6 +73,16 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     if address.is_unspecified:
         raise ConfigError(f"host: got the wildcard {host}, expected one address that peers reach")
     return address
+
+
+def _check_interface(interface: str) -> None:
+    """UCX names a device `DEVICE` or `DEVICE:PORT`, several with commas between them."""
+    known = {name for _, name in socket.if_nameindex()}
+    if _RDMA_DEVICES.is_dir():
+        known |= {path.name for path in _RDMA_DEVICES.iterdir()}
+    for device in interface.split(",") if interface else ():
+        if device.partition(":")[0] not in known:
+            raise ConfigError(f"transport.interface: got {device!r}, expected one of {', '.join(sorted(known))}")
 
 
 def exit_process(code: int) -> NoReturn:

@@ -75,4 +75,7 @@ def decode_ticket(text: str) -> Ticket:
     try:
         return _ticket_decoder.decode(base64.urlsafe_b64decode(text.encode("ascii")))
     except (ValueError, RecursionError) as error:  # msgspec's and base64's errors are ValueErrors
-        raise ProtocolError(f"ticket: {error}") from error
+        raise ProtocolError(
+            f"ticket: got {len(text)} characters that are no ticket ({error}), expected the whole text that "
+            "encode_ticket made of what PrefillClient.ticket returned"
+        ) from error

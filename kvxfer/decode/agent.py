@@ -20,7 +20,7 @@ from kvxfer.decode.core import SHUTDOWN_DETAIL, DecodeCore
 from kvxfer.decode.landing import land_segment, pull_segment
 from kvxfer.decode.links import SourceLinks
 from kvxfer.errors import RefusedError, TransportError
-from kvxfer.layout import PoolLayout
+from kvxfer.layout import PoolLayout, Shard
 from kvxfer.ops.config import DecodeConfig
 from kvxfer.sidecar import Sidecar
 from kvxfer.slots import LANDING_MOVES, SlotTable
@@ -36,6 +36,7 @@ class DecodeAgent:
         """Listen for the worker, make the slots, start the engine. Raises `ConfigError`, `EngineMissingError`,
         `TransportError`."""
         credentials = load_credentials(config.security.key_file, config.security.allowed_keys_file)
+        self._config = config
         self._verify = config.verify == "full"
         self._sidecar = Sidecar(
             self,
@@ -77,9 +78,20 @@ class DecodeAgent:
     def worker_attached(self, layout: PoolLayout, now: float) -> WorkerReply:
         """A worker has handed over its pool; peers that were paired for another one must be paired anew."""
         self._core.check_admission()
+        self._check_shard(layout.shard)
         self._links.lose_all(Reason.PEER_LOST, "a new worker has attached", now)
         self._core.attach_worker(layout)
         return Attached(incarnation=self.incarnation)
+
+    def _check_shard(self, shard: Shard) -> None:
+        """Agents are numbered by the shards that their workers hold, so that together they hold every row."""
+        rank, world = self._config.dst_rank, self._config.dst_world
+        if world % shard.size or rank % shard.size != shard.rank:
+            raise RefusedError(
+                f"got rank {shard.rank} of {shard.size}, expected rank {rank % shard.size} of a size that divides "
+                f"dst_world {world}: agent dst_rank {rank} serves the worker that holds shard dst_rank % shard.size",
+                field="layout.shard",
+            )
 
     def worker_lost(self, now: float) -> None:
         """The worker's end was seen."""

@@ -27,7 +27,7 @@ from kvxfer.decode.actions import Action, PairWith, SendToPeer
 from kvxfer.decode.chunks import plan_received, segment_problem, source_addresses
 from kvxfer.decode.lifecycle import Lifecycle
 from kvxfer.decode.moves import Moves
-from kvxfer.decode.receive import Receive, ReceiveLeg, SourceInfo, accept_open
+from kvxfer.decode.receive import Receive, ReceiveLeg, SourceInfo, accept_open, check_free
 from kvxfer.errors import LayoutError, RefusedError
 from kvxfer.layout import PoolLayout
 from kvxfer.slots import SlotState, SlotTable
@@ -120,6 +120,7 @@ class DecodeCore:
 
     def _accept(self, message: Open, layout: PoolLayout, now: float) -> Receive:
         receive = accept_open(message, layout, self._num_opened + 1, now)
+        check_free(receive, (other for other in self.receives.values() if not other.has_ended))
         self._num_opened += 1
         self.receives[receive.transfer] = receive
         for leg in receive.legs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from kvxfer.control.messages import (
@@ -142,7 +143,7 @@ class SourceLinks:
                     detail = f"{message.field}: {message.detail}" if message.field else message.detail
                     self.lose(peer.source.incarnation, message.reason or Reason.PEER_REFUSED, detail, now)
                 case Goodbye():
-                    self.lose(peer.source.incarnation, Reason.PEER_LOST, "it said goodbye", now)
+                    self.lose(peer.source.incarnation, Reason.PEER_LOST, "it said goodbye", now, logging.INFO)
                 case Ping():
                     return
                 case _ if peer.is_paired:
@@ -203,7 +204,7 @@ class SourceLinks:
         assert peer.info is not None
         self._core.peer_paired(replace(peer.info, layout=layout), now)
 
-    def lose(self, incarnation: str, reason: Reason, detail: str, now: float) -> None:
+    def lose(self, incarnation: str, reason: Reason, detail: str, now: float, log_level: int = logging.WARNING) -> None:
         """Give a prefill agent up, tell it, and end what it feeds."""
         peer = self._peers.pop(incarnation, None)
         if peer is None:
@@ -213,7 +214,7 @@ class SourceLinks:
         peer.send(Goodbye(incarnation=self._sidecar.incarnation))
         self._hang_up(peer)
         detail = f"prefill agent at {peer.source.endpoint}: {detail}"
-        self._sidecar.log.warning("%s", detail)
+        self._sidecar.log.log(log_level, "%s", detail)
         self._core.peer_gone(incarnation, reason, detail, now)
 
     def _hang_up(self, peer: PrefillPeer) -> None:
@@ -224,4 +225,4 @@ class SourceLinks:
 
     def lose_all(self, reason: Reason, detail: str, now: float) -> None:
         for incarnation in list(self._peers):
-            self.lose(incarnation, reason, detail, now)
+            self.lose(incarnation, reason, detail, now, logging.INFO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -129,6 +130,19 @@ class Receive:
             plan_s=self.plan_s,
             scatter_s=self.scatter_s,
         )
+
+
+def check_free(opened: Receive, others: Iterable[Receive]) -> None:
+    """Raise `LayoutError` where a page of `opened` belongs to a transfer that is open already."""
+    for other in others:
+        for name, table in opened.tables.items():
+            held = other.tables.get(name, NO_PAGES)
+            common = np.intersect1d(table.pages, held.pages)
+            if common.size:
+                raise LayoutError(
+                    f"group {name!r}: pages: got page {int(common[0])}, which belongs to transfer {other.transfer} "
+                    "until its terminal event"
+                )
 
 
 def accept_open(message: Open, layout: PoolLayout, generation: int, now: float) -> Receive:

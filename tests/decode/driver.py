@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+import msgspec
+
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import (
     AbortLeg,
@@ -23,6 +25,7 @@ from kvxfer.control.messages import (
     TransferEvent,
     Want,
 )
+from kvxfer.control.pages import decode_pages, encode_pages
 from kvxfer.decode.actions import Action, Notify, PairWith, Scatter, SendToPeer
 from kvxfer.decode.core import DecodeCore
 from kvxfer.decode.receive import ReceiveLeg, SourceInfo
@@ -32,7 +35,7 @@ from kvxfer.segments import ChunkPlan
 from kvxfer.slots import LANDING_MOVES, SlotState, SlotTable
 from kvxfer.transfer import EventKind, Reason
 from kvxfer.wire import plan_chunk
-from tests.prefill.driver import SEGMENT_BYTES, pages_for, pool_layout
+from tests.prefill.driver import NUM_PAGES, SEGMENT_BYTES, pages_for, pool_layout
 
 _Message = TypeVar("_Message")
 
@@ -48,6 +51,7 @@ class DecodeDriver:
         self.slots = SlotTable(num_slots, LANDING_MOVES)
         self.core = DecodeCore(self.slots, credits_per_leg)
         self.core.attach_worker(self.layout)
+        self._page_shift = 0
         self.scatters: list[Scatter] = []  # emitted, not ended
         self.scattered: list[Scatter] = []  # ended after they had begun
         self.pairings: list[Source] = []
@@ -188,11 +192,16 @@ class DecodeDriver:
         have: tuple[TokenRange, ...] = (),
         deadline_s: float = 60.0,
         transfer: str | None = None,
+        same_pages: bool = False,
     ) -> str:
-        """Open a transfer of tokens `[first, end)`; returns its id."""
+        """Open a transfer of tokens `[first, end)` into its own pages, or the last one's. Returns its id."""
         transfer = transfer or new_id()
         entry = pages_for(self.layout, first, end)
-        entry = type(entry)(name=entry.name, tokens=entry.tokens, pages=entry.pages, have=have)
+        pages = decode_pages(entry.pages)
+        if not same_pages:
+            self._page_shift += len(pages)
+        pages = (pages + self._page_shift) % NUM_PAGES
+        entry = msgspec.structs.replace(entry, pages=encode_pages(pages, "pages"), have=have)
         message = Open(ticket=Ticket(transfer=transfer, sources=sources), groups=(entry,), deadline_s=deadline_s)
         self.core.open(message, self.now)
         self._take()

@@ -25,6 +25,7 @@ from kvxfer.transports._nixl_engine import NixlOptions, has_rdma_device, load_bi
         ("mooncake", "0.0.0.0", {}, r"host: got the wildcard 0\.0\.0\.0, expected one address"),
         ("mooncake", "::1", {}, "host: got ::1, expected an IPv4 address"),
         ("nixl", "::", {}, "host: got the wildcard ::, expected one address"),
+        ("nixl", "127.0.0.1", {"interface": "eth9"}, r"transport.interface: got 'eth9', expected one of .*\blo\b"),
         ("nixl", "127.0.0.1", {"interfaces": "lo"}, r"options of transport 'nixl': .* unknown field `interfaces`"),
         ("mooncake", "127.0.0.1", {"protocol": "ucx"}, "options of transport 'mooncake': Invalid enum value 'ucx'"),
         ("loopback", "127.0.0.1", {"faults": {"drop": 2}}, r"options of transport 'loopback': .*\$.faults.drop"),
