@@ -13,7 +13,7 @@ import msgspec
 
 from kvxfer.cli.output import report_error
 from kvxfer.decode.agent import DecodeAgent
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.ops.config import DecodeConfig, PrefillConfig, load_decode_config, load_prefill_config
 from kvxfer.ops.logs import set_up_logging
 from kvxfer.prefill.agent import PrefillAgent
@@ -21,19 +21,26 @@ from kvxfer.transports import exit_process
 
 _Config = TypeVar("_Config", PrefillConfig, DecodeConfig)
 _Agent = PrefillAgent | DecodeAgent
+_KEYS = {
+    "key_file": "security.key_file",
+    "allowed_keys_file": "security.allowed_keys_file",
+    "host": "listen_host",
+    "port": "listen_port",
+}
+"""Keys of the file, by the shorter names that the parts of an agent call them."""
 
 
 def run_prefill(config_path: Path, as_json: bool) -> NoReturn:
     """Run a prefill agent; ends the process."""
-    _run(lambda: load_prefill_config(config_path), PrefillAgent, as_json)
+    _run(config_path, load_prefill_config, PrefillAgent, as_json)
 
 
 def run_decode(config_path: Path, as_json: bool) -> NoReturn:
     """Run a decode agent; ends the process."""
-    _run(lambda: load_decode_config(config_path), DecodeAgent, as_json)
+    _run(config_path, load_decode_config, DecodeAgent, as_json)
 
 
-def _run(load: Callable[[], _Config], create: Callable[[_Config], _Agent], as_json: bool) -> NoReturn:
+def _run(path: Path, load: Callable[[Path], _Config], create: Callable[[_Config], _Agent], as_json: bool) -> NoReturn:
     agents: list[_Agent] = []
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
@@ -44,9 +51,9 @@ def _run(load: Callable[[], _Config], create: Callable[[_Config], _Agent], as_js
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     try:
-        config = load()
+        config = load(path)
         set_up_logging(config.log_level)
-        agents.append(create(config))
+        agents.append(_create(path, config, create))
         _say_ready(agents[0], config, as_json)
         agents[0].run()
     except KvxferError as error:
@@ -59,12 +66,23 @@ def _run(load: Callable[[], _Config], create: Callable[[_Config], _Agent], as_js
     exit_process(code)
 
 
+def _create(path: Path, config: _Config, create: Callable[[_Config], _Agent]) -> _Agent:
+    """The agent. What it finds wrong with its configuration names the file and the whole key, as the loader does."""
+    try:
+        return create(config)
+    except ConfigError as error:
+        name, colon, rest = str(error).partition(": ")
+        raise ConfigError(f"{path}: {_KEYS.get(name, name)}{colon}{rest}") from error
+
+
 def _say_ready(agent: _Agent, config: PrefillConfig | DecodeConfig, as_json: bool) -> None:
     role = "prefill" if isinstance(config, PrefillConfig) else "decode"
+    # A decode agent listens nowhere.
+    endpoint = {"endpoint": agent.endpoint} if isinstance(agent, PrefillAgent) else {}
     facts = {
         "ready": True,
         "role": role,
-        "endpoint": agent.endpoint,
+        **endpoint,
         "incarnation": agent.incarnation,
         "public_key": agent.public_key,
         "socket_dir": config.socket_dir,
@@ -72,8 +90,9 @@ def _say_ready(agent: _Agent, config: PrefillConfig | DecodeConfig, as_json: boo
     }
     line = msgspec.json.encode(facts).decode()
     if not as_json:
+        at = "".join(f" at {address}" for address in endpoint.values())
         line = (
-            f"{role} agent ready: {agent.endpoint}, worker sockets in {config.socket_dir}, "
+            f"{role} agent ready{at}, worker sockets in {config.socket_dir}, "
             f"transport {config.transport.name}; end it with SIGTERM or Ctrl-C"
         )
     sys.stdout.write(line + "\n")

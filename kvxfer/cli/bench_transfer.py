@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from kvxfer.cli import protocol
@@ -20,6 +21,9 @@ from kvxfer.ownership import local_len
 
 NUM_SLOTS, SLOT_BYTES = 4, 16 << 20
 """64 MiB in few large slots: on one host a segment costs processor time, and more in flight gain nothing."""
+MAX_RANKS = 16
+MAX_MEMORY_SHARE = 0.6
+"""Of what is available: workers also take copies while they fill and compare pools, and others use the machine."""
 _YARDSTICK_TIMEOUT_S = 180.0
 _SEED = 1
 
@@ -57,6 +61,22 @@ class TransferCase:
             )
         if self.row_bytes > self.slot_bytes:
             raise ConfigError(f"--row-bytes: got {self.row_bytes}, expected at most a slot, {self.slot_bytes}")
+        if self.num_ranks > MAX_RANKS:
+            raise ConfigError(f"--dcp: got {self.num_ranks}, expected at most {MAX_RANKS}: each rank is two processes")
+
+    def check_memory(self, available_bytes: int) -> None:
+        """Raise `ConfigError` where the run would take more than `MAX_MEMORY_SHARE` of `available_bytes`."""
+        src_slots, dst_slots = self.slots()
+        slot_bytes = src_slots.num_slots * src_slots.slot_bytes
+        slot_bytes += self.num_ranks * dst_slots.num_slots * dst_slots.slot_bytes
+        # The KV lies in the source pool, split over the decode pools, and at both ends of the yardstick.
+        needed_bytes = 4 * self.num_bytes + slot_bytes
+        limit_bytes = int(available_bytes * MAX_MEMORY_SHARE)
+        if needed_bytes > limit_bytes:
+            raise ConfigError(
+                f"--tokens, --layers, --row-bytes: got pools and slots of {needed_bytes >> 20} MiB in all, expected at "
+                f"most {limit_bytes >> 20} MiB, {MAX_MEMORY_SHARE:.0%} of the memory that is available"
+            )
 
     @property
     def num_bytes(self) -> int:
@@ -140,8 +160,7 @@ class TransferResult:
 
 
 def run_case(case: TransferCase, steps: Steps) -> TransferResult:
-    """Run one case in processes of its own. Raises `KvxferError` where it cannot be run."""
-    case.check()
+    """Run one case, which was checked, in processes of its own. Raises `KvxferError` where it cannot be run."""
     shuffled = case.pages == "shuffled"
     paging = page_tables(
         Placement.SHARDED, case.num_tokens, case.page_tokens, case.num_ranks, case.interleave, shuffled
@@ -160,6 +179,12 @@ def run_case(case: TransferCase, steps: Steps) -> TransferResult:
         nothing = paging.none_of_it()
         pair = ensemble.move(cut_chunks({"kv": nothing}, frozenset(), 0, 1), _receive(nothing))
         return _measure(case, ensemble, yardstick, paging, rows, pair, steps)
+
+
+def available_bytes() -> int:
+    """Memory that processes can get without swapping."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _measure(

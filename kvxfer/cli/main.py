@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -48,9 +49,23 @@ class _Pages(enum.Enum):
     ADJACENT = "adjacent"
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvxfer {importlib.metadata.version('kvxfer')}")
+        raise typer.Exit
+
+
 _Config = Annotated[Path, typer.Option("--config", help="TOML file; docs/configuration.md has every key.")]
 _ReadyJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON when ready.")]
+_Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@app.callback()
+def _root(_version: _Version = False) -> None:
+    """Without a text here the app's own help stands."""
 
 
 @app.command()
@@ -85,14 +100,20 @@ def demo(
     prompt: Annotated[Path | None, typer.Option(help="Text to prefill, one token a byte. Default: the README.")] = None,
     ranks: Annotated[int, typer.Option(min=1, max=16, help="Decode workers: the DCP size.")] = 4,
     mode: Annotated[
-        _DemoMode, typer.Option(help="Pack rows into slots, send each as it lies, or pull.")
+        _DemoMode,
+        typer.Option(help="packed: in slots; raw: each run as it lies; p2p: pulled; auto: what the path favours."),
     ] = _DemoMode.PACKED,
     transport: Annotated[_Transport, typer.Option(help="Engine that moves the slots.")] = _Transport.NIXL,
     draft_layers: Annotated[
         int, typer.Option(min=0, max=8, help="Layers of a draft model, whose KV every rank gets.")
     ] = 0,
     state_bytes: Annotated[
-        int, typer.Option(min=0, max=16 << 20, help="Size of a state blob that travels with the KV.")
+        int,
+        typer.Option(
+            min=0,
+            max=16 << 20,
+            help="Bytes of a state blob as well: about half is split over the ranks, each gets the rest whole.",
+        ),
     ] = 0,
     decode_steps: Annotated[
         int, typer.Option(min=0, max=1000, help="Then decode so many tokens over the ranks, and in one process.")
@@ -120,7 +141,10 @@ def demo(
 def bench_transfer(
     transport: Annotated[_Transport, typer.Option(help="Engine that moves the slots.")] = _Transport.NIXL,
     mode: Annotated[
-        _Mode, typer.Option(help="How rows travel; docs/configuration.md has all. serial: pack a whole chunk first.")
+        _Mode,
+        typer.Option(
+            help="packed, raw and p2p as in the demo; auto: what the path favours. serial: pack a whole chunk first."
+        ),
     ] = _Mode.PACKED,
     compare: Annotated[str, typer.Option(help="Measure several modes in turn, e.g. packed,raw,serial.")] = "",
     tokens: Annotated[int, typer.Option(help="Length of the sequence.")] = 8192,
@@ -128,7 +152,7 @@ def bench_transfer(
     row_bytes: Annotated[int, typer.Option(help="KV bytes of one token in one layer.")] = 1152,
     page: Annotated[int, typer.Option(help="Tokens a page, on both sides.")] = 64,
     pages: Annotated[_Pages, typer.Option(help="How the pages of a sequence lie in a pool.")] = _Pages.SHUFFLED,
-    dcp: Annotated[int, typer.Option(help="Decode workers: the DCP size.")] = 4,
+    dcp: Annotated[int, typer.Option(help="Decode workers, up to 16: the DCP size.")] = 4,
     interleave: Annotated[int, typer.Option(help="Neighbouring tokens that one rank owns.")] = 1,
     chunk: Annotated[int, typer.Option(help="Tokens a submit, as chunked prefill hands them over.")] = 8192,
     repeat: Annotated[int, typer.Option(help="Measured transfers, after one that warms up.")] = 3,
@@ -137,29 +161,34 @@ def bench_transfer(
     as_json: _Json = False,
 ) -> None:
     """Time the whole path between processes: open, plan, pack, send, scatter, landed; and one contiguous write of the
-    same bytes. Every byte is compared outside the timing. Exit status 1 if any differs."""
-    from kvxfer.cli.bench_transfer import TransferCase, run_case
+    same bytes. Efficiency is the goodput of the first over that of the second. Every byte is compared outside the
+    timing. Exit status 1 if any differs."""
+    from kvxfer.cli.bench_transfer import TransferCase, available_bytes, run_case
 
     modes = [_parse_mode(name) for name in compare.split(",")] if compare else [mode]
-    results = []
+    cases = [
+        TransferCase(
+            transport.value,
+            each.value,
+            tokens,
+            layers,
+            row_bytes,
+            page,
+            pages.value,
+            dcp,
+            interleave,
+            chunk,
+            repeat,
+            num_slots,
+            slot_kib << 10,
+        )
+        for each in modes
+    ]
+    for case in cases:  # all before the first is run, which may take long
+        case.check()
+        case.check_memory(available_bytes())
     with show_steps() as steps:
-        for each in modes:
-            case = TransferCase(
-                transport.value,
-                each.value,
-                tokens,
-                layers,
-                row_bytes,
-                page,
-                pages.value,
-                dcp,
-                interleave,
-                chunk,
-                repeat,
-                num_slots,
-                slot_kib << 10,
-            )
-            results.append(run_case(case, steps))
+        results = [run_case(case, steps) for case in cases]
     facts = [result.as_json() for result in results]
     if not as_json:
         from kvxfer.cli.tables import print_transfers

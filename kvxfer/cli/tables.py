@@ -8,13 +8,16 @@ from rich.table import Table
 from kvxfer.cli.bench_transfer import TransferResult
 from kvxfer.cli.demo import DemoResult
 from kvxfer.cli.demo_stage import NUM_LAYERS
+from kvxfer.control.messages import TransferStats
+from kvxfer.ops.config import TransferMode
 
 
 def print_demo(result: DemoResult) -> None:
     """One line a rank, totals, and what to make of them."""
     options = result.options
+    way = way_taken(options.mode, result.move.sent)
     table = Table(
-        title=f"KV of {result.num_tokens} tokens x {NUM_LAYERS} layers over {options.transport}, {options.mode}"
+        title=f"KV of {result.num_tokens} tokens x {NUM_LAYERS} layers, transport {options.transport}, mode {way}"
     )
     for heading in ("rank", "rows", "MB", "descriptors\nif raw", "descriptors\nsent", "ms", "GB/s", "bytes are"):
         table.add_column(heading, justify="right")
@@ -42,6 +45,8 @@ def print_demo(result: DemoResult) -> None:
     )
     console = Console()
     console.print(table)
+    if result.move.sent.num_rows and not result.move.sent.num_descriptors:
+        console.print("no descriptors: the ranks pulled their rows out of the source pool themselves")
     console.print(
         f"prefill of the model {result.prefill_s:.1f} s; pairing of the agents, once, {result.pair_s * 1e3:.0f} ms"
     )
@@ -54,17 +59,31 @@ def print_demo(result: DemoResult) -> None:
             console.print(f"rank {rank.rank}: {rank.problem}", markup=False)
 
 
+def way_taken(mode: TransferMode, sent: TransferStats) -> str:
+    """The mode, and for `auto` what it chose, which the descriptors tell: none where rows were pulled."""
+    if mode != "auto" or sent.num_rows == 0:
+        return mode
+    if sent.num_descriptors == 0:
+        return "auto (chose p2p)"
+    if sent.num_segments == sent.num_runs:
+        return mode  # packed and raw look alike
+    if sent.num_descriptors == sent.num_segments:
+        return "auto (chose packed)"
+    return "auto (chose raw)" if sent.num_descriptors == sent.num_runs else "auto (ranks differ)"
+
+
 def print_transfers(results: list[TransferResult]) -> None:
     """One column a mode; where there are several, how the first compares with each."""
     case = results[0].case
     facts = [result.as_json() for result in results]
+    path = f" ({results[0].path})" if results[0].path else ""
     table = Table(
-        title=f"{case.num_tokens} tokens x {case.num_layers} layers x {case.row_bytes} B over {results[0].path}, "
-        f"DCP {case.num_ranks}, interleave {case.interleave}, {case.pages} pages of {case.page_tokens}"
+        title=f"{case.num_tokens} tokens x {case.num_layers} layers x {case.row_bytes} B, transport {case.transport}"
+        f"{path}, DCP {case.num_ranks}, interleave {case.interleave}, {case.pages} pages of {case.page_tokens}"
     )
     table.add_column("mode")
-    for fact in facts:
-        table.add_column(fact["mode"], justify="right")
+    for result in results:
+        table.add_column(way_taken(result.case.mode, result.moves[-1].sent), justify="right")
     lines = {
         "transfer, ms": "transfer_ms",
         "goodput, GB/s": "goodput_gb_s",
@@ -73,9 +92,9 @@ def print_transfers(results: list[TransferResult]) -> None:
         "descriptors if raw": "descriptors_raw",
         "descriptors sent": "descriptors_sent",
         "plan, ms": "plan_ms",
-        "pack, ms": "pack_ms",
-        "send, ms": "send_ms",
-        "scatter, ms": "scatter_ms",
+        "pack, ms in all": "pack_ms",
+        "send, ms in all": "send_ms",
+        "scatter, ms in all": "scatter_ms",
         "slots of an agent, bytes": "slot_bytes",
         "every byte right": "verified",
     }
@@ -83,6 +102,10 @@ def print_transfers(results: list[TransferResult]) -> None:
         table.add_row(heading, *(_cell(fact[key]) for fact in facts))
     console = Console()
     console.print(table)
+    console.print(
+        "efficiency: goodput / goodput of the contiguous write. ms in all: sums over ranks and segments, "
+        "which overlap, so they may exceed the transfer. No descriptors sent: the ranks pulled their rows."
+    )
     for fact in facts[1:]:
         console.print(f"{facts[0]['mode']} / {fact['mode']}: {fact['transfer_ms'] / facts[0]['transfer_ms']:.2f}")
     for fact in facts:

@@ -1,6 +1,12 @@
 """Exit status and what is printed when something is not right."""
 
+import importlib.metadata
 import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +20,9 @@ from kvxfer.cli.harness import Cast, ChildError
 from kvxfer.cli.output import Steps
 from kvxfer.cli.pools import SPARE_PAGES, GroupShape, cut_chunks, lay_out, page_tables
 from kvxfer.cli.protocol import Done, Expected, FillRows, PatternRows
+from kvxfer.cli.tables import way_taken
 from kvxfer.control.messages import TransferStats
+from kvxfer.errors import ConfigError
 from kvxfer.layout import LayerRange, Placement, Shard
 from kvxfer.ops.config import SlotConfig
 
@@ -91,6 +99,75 @@ def test_workers_find_what_differs() -> None:
         assert ensemble.verify(expected(1)) == ["", ""]
         assert [bool(problem) for problem in ensemble.verify(expected(2))] == [True, True]
         assert [bool(problem) for problem in ensemble.verify([{}, {}])] == [True, True]  # rows where none belong
+
+
+def _run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["kvxfer", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main_module.main()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dcp", "17"], "--dcp: got 17, expected at most 16"),
+        (["--tokens", str(1 << 40)], r"--tokens, --layers, --row-bytes: got pools .* expected at most \d+ MiB"),
+        # The second mode is refused before the first runs.
+        (["--compare", "packed,serial", "--num-slots", "0"], "--num-slots, --slot-kib: got 0"),
+    ],
+)
+def test_bench_refuses_up_front(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run_main(monkeypatch, "bench", "transfer", *arguments) == 2
+    error = capsys.readouterr().err
+    assert re.match(f"kvxfer: {message}", error)
+    assert error.count("\n") == 1
+
+
+def test_bench_takes_up_to_its_share_of_memory() -> None:
+    case = TransferCase("nixl", "packed", 1024, 4, 1024, 64, "shuffled", 2, 1, 1024, 1, num_slots=1, slot_bytes=1 << 20)
+    needed_bytes = 4 * (4 << 20) + 3 * (1 << 20)  # two pools and both ends of the yardstick; three agents
+    case.check_memory(int(needed_bytes / 0.6) + 2)
+    with pytest.raises(ConfigError, match=r"got pools and slots of 19 MiB in all, expected at most 18 MiB, 60%"):
+        case.check_memory(int(needed_bytes / 0.6) - 2)
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run_main(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"kvxfer {importlib.metadata.version('kvxfer')}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[security]\nkey_file = "/nowhere/key"', "security.key_file: /nowhere/key: cannot be read"),
+        ('listen_host = "192.0.2.1"\n[security]\nallowed_keys_file = "/nowhere/keys"', "security.allowed_keys_file: "),
+        ("listen_port = {taken}", "listen_port: {taken} on '127.0.0.1' is taken"),
+        ('listen_host = "192.0.2.1"', "security.allowed_keys_file: got nothing"),
+    ],
+)
+def test_what_an_agent_finds_wrong_names_file_and_key(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "agent.toml"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = str(server.getsockname()[1])
+        path.write_text(f'socket_dir = "{tmp_path}/sockets"\n' + text.replace("{taken}", taken), encoding="utf-8")
+        command = [sys.executable, "-m", "kvxfer.cli.main", "prefill", "--config", str(path)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"kvxfer: {path}: {message.replace('{taken}', taken)}")
+
+
+@pytest.mark.parametrize(
+    ("num_segments", "num_descriptors", "way"),
+    [(2, 0, "auto (chose p2p)"), (2, 2, "auto (chose packed)"), (2, 8, "auto (chose raw)")],
+)
+def test_auto_says_what_it_chose(num_segments: int, num_descriptors: int, way: str) -> None:
+    sent = TransferStats(num_rows=8, num_segments=num_segments, num_descriptors=num_descriptors, num_runs=8)
+    assert way_taken("auto", sent) == way
+    assert way_taken("raw", sent) == "raw"
 
 
 @pytest.mark.parametrize(
