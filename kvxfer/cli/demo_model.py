@@ -22,6 +22,9 @@ VOCAB = 256
 SCALE = (NOPE_DIM + ROPE_DIM) ** -0.5
 _ROPE_BASE = 10_000.0
 _SEED = 20
+_QUERY_GAIN = 4.0
+"""Random queries attend to all rows alike, and what follows a prompt then soon repeats. Sharper ones look up few rows:
+the decoded tokens vary, and a wrong row changes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class MlaModel:
         self._head = weight(HIDDEN_DIM, VOCAB, fan_in=HIDDEN_DIM)
         self._layers = [
             Layer(
-                query=weight(HIDDEN_DIM, num_heads * (NOPE_DIM + ROPE_DIM), fan_in=HIDDEN_DIM),
+                query=weight(HIDDEN_DIM, num_heads * (NOPE_DIM + ROPE_DIM), fan_in=HIDDEN_DIM).mul_(_QUERY_GAIN),
                 down=weight(HIDDEN_DIM, ROW_DIM, fan_in=HIDDEN_DIM),
                 up_key=weight(num_heads, NOPE_DIM, KV_RANK, fan_in=KV_RANK),
                 up_value=weight(num_heads, VALUE_DIM, KV_RANK, fan_in=KV_RANK),
