@@ -14,7 +14,7 @@ from kvxfer.cli.main import app
 from kvxfer.decode.agent import DecodeAgent
 from kvxfer.ops.config import DecodeConfig, PrefillConfig, SecurityConfig, SlotConfig, TransportConfig
 from kvxfer.prefill.agent import PrefillAgent
-from kvxfer.transfer import EventKind
+from kvxfer.transfer import EventKind, Reason
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -100,6 +100,19 @@ def test_every_command_and_option_is_in_the_table() -> None:
     assert rows.keys() == commands.keys()
     for name, options in commands.items():
         assert {option for option in options if option not in rows[name]} - {"--config"} == set(), name
+
+
+def test_every_event_and_reason_is_documented() -> None:
+    text = (ROOT / "docs" / "client.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z_]+)` \|", text, re.MULTILINE)
+    for word in (*EventKind, *Reason):
+        assert rows.count(word.value) == 1, word
+
+
+def test_links_lead_somewhere() -> None:
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / target).is_file(), f"{path.name}: {target}"
 
 
 @pytest.mark.parametrize("config", [PrefillConfig, DecodeConfig, SlotConfig, TransportConfig, SecurityConfig])

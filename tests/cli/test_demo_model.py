@@ -2,7 +2,7 @@
 
 import torch
 
-from kvxfer.cli.demo_model import KV_RANK, SCALE, MlaModel, ModelShape
+from kvxfer.cli.demo_model import KV_RANK, ROW_DIM, SCALE, MlaModel, ModelShape
 
 _HEADS = slice(None)
 
@@ -42,3 +42,23 @@ def test_chunks_see_the_past() -> None:
     late_query, late_rows = model.project(0, hidden[6:], positions[6:])
     assert torch.equal(late_rows, rows[6:])
     torch.testing.assert_close(model.attend_opened(0, late_query, rows, 6), whole[6:], rtol=1e-4, atol=1e-5)
+
+
+def test_decoded_tokens_vary() -> None:
+    """Where they repeat, that two ways of decoding agree says little."""
+    model = MlaModel(ModelShape(4, 0, 4))
+    tokens = list(b"one prompt like any other, not too short" * 4)
+    rows = [torch.empty(0, ROW_DIM, dtype=torch.bfloat16) for _ in range(4)]
+    new = tokens
+    for _ in range(16):
+        num_past = len(rows[0])
+        hidden = model.embed(torch.tensor(new))
+        for layer_idx in range(4):
+            positions = torch.arange(num_past, num_past + len(new))
+            query, new_rows = model.project(layer_idx, hidden, positions)
+            rows[layer_idx] = torch.cat([rows[layer_idx], new_rows])
+            values = model.attend_opened(layer_idx, query, rows[layer_idx], num_past)
+            hidden = model.feed_forward(layer_idx, hidden + model.project_out(layer_idx, values, _HEADS))
+        new = [int(model.logits(hidden[-1:]).argmax())]
+        tokens += new
+    assert len(set(tokens[-16:])) >= 8
