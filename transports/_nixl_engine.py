@@ -14,6 +14,7 @@ import logging
 import os
 import pathlib
 import re
+from collections import OrderedDict
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,7 @@ from kvxfer.transports.base import Outcome, Region
 _PROGRESS_INTERVAL_US = 1000
 MAX_POST_ENTRIES = 8192
 MAX_PEER_ENTRIES = 4 * MAX_POST_ENTRIES
+MAX_RESTING_PEERS = 64
 _RDMA_DEVICES = pathlib.Path("/sys/class/infiniband")
 _logger = logging.getLogger(__name__)
 
@@ -104,6 +106,9 @@ class NixlEngine:
         with ucx_log().environment():
             self._backend = self._agent.createBackend("UCX", {})
         self._peers: dict[str, Metadata] = {}
+        self._resting: OrderedDict[str, None] = OrderedDict()  # endpoints of dropped peers that are still loaded
+        self._faulty: set[str] = set()  # endpoints that a write has failed to, or may still be under way to
+        self._endpoint_of: dict[int, str] = {}  # by handle
         self.mapped_errors = (
             bindings.nixlBackendError,
             bindings.nixlCancelledError,
@@ -148,6 +153,7 @@ class NixlEngine:
         name = loaded.decode(errors="replace") if isinstance(loaded, bytes) else loaded
         if name != metadata.endpoint:
             raise EngineError(Outcome.FAILED, f"metadata of peer {peer}: got one of {name}, not {metadata.endpoint}")
+        self._resting.pop(metadata.endpoint, None)
         self._peers[peer] = metadata
 
     def is_stale_for(self, metadata: Metadata) -> bool:  # noqa: ARG002 - a restarted peer has another endpoint
@@ -165,23 +171,37 @@ class NixlEngine:
         metadata = self._peers.pop(peer, None)
         if metadata is None:
             return
-        with self.map_nixl_errors(Outcome.FAILED, f"dropping peer {peer}"):
-            self._agent.invalidateRemoteMD(metadata.endpoint)
+        if metadata.endpoint in self._faulty:
+            self._faulty.remove(metadata.endpoint)
+            self._forget(metadata.endpoint)
+            return
+        # Forgetting a peer that lives leaves a connection open on both sides for ever, so one that did no harm rests
+        # until it comes back, or until others have taken its place.
+        self._resting[metadata.endpoint] = None
+        if len(self._resting) > MAX_RESTING_PEERS:
+            oldest, _ = self._resting.popitem(last=False)
+            self._forget(oldest)
+
+    def _forget(self, endpoint: str) -> None:
+        with self.map_nixl_errors(Outcome.FAILED, f"dropping peer {endpoint}"):
+            self._agent.invalidateRemoteMD(endpoint)
 
     def is_ready(self, peer: str) -> bool:
         return peer in self._peers
 
     def post(self, peer: str, entries: Entries) -> int | None:
+        endpoint = self._peers[peer].endpoint
         with self.map_nixl_errors(Outcome.FAILED, "preparing a write"):
             # Measured on single slots: preparing each write afresh costs 20-60 us, a prepared list no less.
             handle = self._agent.createXferReq(
                 self._nixl.NIXL_WRITE,
                 self._descriptors(entries.src, entries),
                 self._descriptors(entries.dst, entries),
-                self._peers[peer].endpoint,
+                endpoint,
                 "",
                 [self._backend],
             )
+        self._endpoint_of[handle] = endpoint
         with self._released_on_fault(handle), self.map_nixl_errors(Outcome.UNKNOWN, "posting a write"):
             status = self._agent.postXferReq(handle, "")
         return None if self._is_done(handle, status) else int(handle)
@@ -192,11 +212,14 @@ class NixlEngine:
         return self._is_done(token, status)
 
     def abandon(self, token: int) -> None:
+        self._faulty.add(self._endpoint_of[token])
         self._release(token)
 
     def _is_done(self, handle: int, status: object) -> bool:
         if status == self._nixl.NIXL_IN_PROG:
             return False
+        if status != self._nixl.NIXL_SUCCESS:
+            self._faulty.add(self._endpoint_of[handle])
         self._release(handle)
         if status != self._nixl.NIXL_SUCCESS:
             raise EngineError(Outcome.UNKNOWN, f"NIXL reported status {status}")
@@ -213,10 +236,12 @@ class NixlEngine:
         try:
             yield
         except EngineError:
+            self._faulty.add(self._endpoint_of[handle])
             self._release(handle)
             raise
 
     def _release(self, handle: int) -> None:
+        self._endpoint_of.pop(handle, None)
         # Releasing frees the handle only; a write that is under way goes on, which its outcome says.
         try:
             self._agent.releaseXferReq(handle)

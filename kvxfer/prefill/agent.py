@@ -262,7 +262,9 @@ class PrefillAgent:
             if write is None:
                 self._links.probe_ended(completion, now)
                 continue
-            if completion.outcome is Outcome.DONE:
+            # A write that was still under way when its leg stopped, at the latest at the deadline, may have read pages
+            # that hold other rows by then: nobody is told of it.
+            if completion.outcome is Outcome.DONE and not write.cancel.is_set:
                 # The engine has proven the bytes to be in the peer's memory: only now is the peer told.
                 self._links.send(write.peer, write.notice)
             elif completion.outcome is Outcome.UNKNOWN and write.runs is not None:

@@ -63,15 +63,9 @@ def run_case(case: Case) -> str:
         stage.check()
         stage.move(NUM_TOKENS + 7)
         again = survivors if case.fault == "kill" else list(before)
-        stage.expect_census({name: before[name] for name in again}, num_left_open=_num_left_open(case))
+        stage.expect_census({name: before[name] for name in again})
         stage.close()
     return f"last event {late_s:+.2f} s from the deadline"
-
-
-def _num_left_open(case: Case) -> int:
-    """Connections that UCX keeps on either side when two agents that both live pair anew: closing an endpoint, as
-    NIXL does it, leaves the old one open until the engine is replaced."""
-    return 1 if case.transport == "nixl" else 0
 
 
 def _strike(stage: Stage, case: Case) -> Sent:

@@ -247,14 +247,12 @@ class Stage:
     def census(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         return {name: self.ask(name, do="census")["census"] for name in names}
 
-    def expect_census(
-        self, wanted: dict[str, dict[str, Any]], timeout_s: float = 15.0, *, num_left_open: int = 0
-    ) -> None:
-        """Wait until these processes hold what `wanted` says, but for `num_left_open` more descriptors at most."""
+    def expect_census(self, wanted: dict[str, dict[str, Any]], timeout_s: float = 15.0) -> None:
+        """Wait until these processes hold what `wanted` says again."""
         deadline = time.monotonic() + timeout_s
         while True:
             found = self.census(list(wanted))
-            if all(_is_back(wanted[name], found[name], num_left_open) for name in wanted):
+            if all(found[name] == wanted[name] for name in wanted):
                 return
             if time.monotonic() > deadline:
                 differences = {name: (wanted[name], found[name]) for name in wanted if wanted[name] != found[name]}
@@ -282,7 +280,3 @@ class Stage:
 
     def logs(self) -> str:
         return "".join(f"\n{name}:{process.log_tail()}" for name, process in self.processes.items())
-
-
-def _is_back(before: dict[str, Any], now: dict[str, Any], num_left_open: int) -> bool:
-    return {**now, "fds": 0} == {**before, "fds": 0} and 0 <= now["fds"] - before["fds"] <= num_left_open
