@@ -22,7 +22,7 @@ VOCAB = 256
 SCALE = (NOPE_DIM + ROPE_DIM) ** -0.5
 _ROPE_BASE = 10_000.0
 _SEED = 20
-_QUERY_GAIN = 4.0
+_QUERY_GAIN = 8.0
 """Random queries attend to all rows alike, and what follows a prompt then soon repeats. Sharper ones look up few rows:
 the decoded tokens vary, and a wrong row changes them."""
 
