@@ -1,4 +1,4 @@
-# make setup | demo | test | check | clean: every target sets up what it needs on a fresh machine.
+# make setup | demo | test | simulate | check | clean: every target sets up what it needs on a fresh machine.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # What every agent imports: compiled once, because an agent must start fast also where Python may not write caches.
 HOT_PACKAGES := msgspec numpy rich typer zmq
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test simulate check clean
 setup: $(VENV)/.stamp
 
 $(VENV)/.stamp: pyproject.toml constraints.txt deploy/install-system-libraries.sh
@@ -24,8 +24,11 @@ demo: setup
 	$(BIN)/kvxfer demo
 
 test: setup
-	$(BIN)/python -m pytest --ignore=tests/kernels
+	$(BIN)/python -m pytest --ignore=tests/kernels -m "not slow"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+
+simulate: setup
+	$(BIN)/python -m pytest tests/simulation -m slow
 
 check: setup
 	$(BIN)/ruff check .
