@@ -194,8 +194,6 @@ class Sidecar:
     def close(self) -> None:
         """Give back sockets, engine, threads and memory, in this order. Calling it again does nothing."""
         self._handlers.clear()
-        # First of all: what was said last is on its way while the rest ends, and arrives before the hang-up.
-        self._workers.close()
         self._stack.close()
         for pool in (self.pool, self._next_pool, self._lost_pool):
             if pool is not None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 
 from kvxfer.control.channel import REMOTE, WorkerConnection
 from kvxfer.control.client_core import ClientCore
 from kvxfer.control.handoff import HandoffConnection
+
+_LAST_WORDS_S = 0.2
 
 
 class AgentLink:
@@ -38,8 +41,19 @@ class AgentLink:
         while (received := self.channel.receive()) is not None:
             self.core.receive(received[1])
         if gone:
+            self._hear_last_words()
             self.core.agent_lost("it has ended or hung up")
         self.flush()
+
+    def _hear_last_words(self) -> None:
+        """What an agent says before it ends travels another way than its end, and may be a moment behind."""
+        until_s = time.monotonic() + _LAST_WORDS_S
+        while self.core.open_transfers and time.monotonic() < until_s:
+            received = self.channel.receive()
+            if received is None:
+                time.sleep(_LAST_WORDS_S / 50)
+            else:
+                self.core.receive(received[1])
 
     def close(self) -> None:
         """Close both wires: the agent takes the worker for gone. Calling it again does nothing."""
