@@ -30,6 +30,7 @@ from kvxfer.slot_memory import SlotMemory
 from kvxfer.transports.registry import create_transport
 
 TICK_S = 0.1
+_LAST_WORDS_S = 0.1
 MAX_MESSAGES_PER_TURN = 512
 
 
@@ -194,6 +195,9 @@ class Sidecar:
     def close(self) -> None:
         """Give back sockets, engine, threads and memory, in this order. Calling it again does nothing."""
         self._handlers.clear()
+        if self._worker is not None:
+            time.sleep(_LAST_WORDS_S)  # ZMQ sends in a thread of its own: what was said last leaves before the hang-up
+            self._worker = None
         self._stack.close()
         for pool in (self.pool, self._next_pool, self._lost_pool):
             if pool is not None:
