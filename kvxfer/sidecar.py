@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import time
 from collections import deque
 from collections.abc import Callable
@@ -196,7 +197,8 @@ class Sidecar:
         """Give back sockets, engine, threads and memory, in this order. Calling it again does nothing."""
         self._handlers.clear()
         if self._worker is not None:
-            time.sleep(_LAST_WORDS_S)  # ZMQ sends in a thread of its own: what was said last leaves before the hang-up
+            # ZMQ sends in a thread of its own: what was said last leaves before the hang-up.
+            select.select([], [], [], _LAST_WORDS_S)
             self._worker = None
         self._stack.close()
         for pool in (self.pool, self._next_pool, self._lost_pool):
