@@ -200,7 +200,7 @@ def drain_deadline(agent: str) -> str:
         began_at = time.monotonic()
         stage.processes[agent].signal(signal.SIGTERM)
         for name in stage.workers:
-            stage.expect_end(name, sent, 0.8 + SOON_S, ("shutdown", "aborted_by_peer", "peer_lost", "agent_lost"))
+            stage.expect_end(name, sent, 0.8 + SOON_S, ("shutdown", "aborted_by_peer", "peer_lost"))
         code, elapsed_s = stage.processes[agent].wait(SOON_S), time.monotonic() - began_at
         if code or elapsed_s < 0.8:
             raise FaultError(f"{agent} ended with {code} after {elapsed_s:.2f} s, expected 0 after 0.8 s")
@@ -218,7 +218,7 @@ def second_signal(agent: str) -> str:
         began_at = time.monotonic()
         stage.processes[agent].signal(signal.SIGTERM)
         for name in stage.workers:
-            stage.expect_end(name, sent, SOON_S, ("shutdown", "aborted_by_peer", "peer_lost", "agent_lost"))
+            stage.expect_end(name, sent, SOON_S, ("shutdown", "aborted_by_peer", "peer_lost"))
         code, elapsed_s = stage.processes[agent].wait(SOON_S), time.monotonic() - began_at
         if code:
             raise FaultError(f"{agent} ended with {code}, expected 0")
