@@ -1,6 +1,7 @@
 """One agent or one worker as a process of its own, for tests that kill it or weigh it.
 
 `python agent_process.py agent ROLE CONFIG_JSON`: runs an agent until SIGTERM. Says, as one line of JSON, what it costs.
+`python agent_process.py engine TRANSPORT`: imports the libraries that every agent needs, opens the engine alone and ends.
 `python agent_process.py worker ROLE SOCKET_DIR LAYOUT_JSON TICKET_JSON`: attaches a worker, begins a transfer that
 cannot end (a prefill worker submits its first page, a decode worker opens `TICKET_JSON`), then waits to be killed.
 """
@@ -53,6 +54,18 @@ def run_agent(role: str, text: str) -> None:
     exit_process(0)
 
 
+def run_engine(transport: str) -> None:
+    import msgspec  # noqa: F401
+    import zmq  # noqa: F401
+
+    from kvxfer.transports import create_transport, exit_process
+
+    engine = create_transport(transport, incarnation="yardstick")
+    _say(age_s=_age_s())
+    engine.close()
+    exit_process(0)
+
+
 def run_worker(role: str, socket_dir: str, layout_text: str, ticket_text: str) -> None:
     import msgspec
 
@@ -78,5 +91,7 @@ def run_worker(role: str, socket_dir: str, layout_text: str, ticket_text: str) -
 if __name__ == "__main__":
     if sys.argv[1] == "agent":
         run_agent(*sys.argv[2:])
+    elif sys.argv[1] == "engine":
+        run_engine(*sys.argv[2:])
     else:
         run_worker(*sys.argv[2:])

@@ -28,7 +28,7 @@ from tests.test_agents import ENGINES, Split
 
 _PROGRAM = Path(__file__).with_name("agent_process.py")
 _NUM_STARTS = 3
-_MAX_AGE_S = 1.0
+_MAX_AGE_RATIO = 4.0  # of the start of an agent to that of its libraries and engine alone, in the same minute
 _MAX_RSS_BYTES = 200 << 20
 TIMEOUT_S = 1.0  # after which a silent peer is gone
 LAYOUT = Split().target(0)
@@ -71,15 +71,18 @@ def worker(role: str, socket_dir: Path, ticket: str = "") -> tuple[str, ...]:
 @pytest.mark.parametrize("transport", ENGINES)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_agent_starts_fast_stays_small_and_ends_well(tmp_path: Path, role: str, transport: TransportName) -> None:
-    """Under a second and 200 MiB beyond its slots, without torch; SIGTERM ends it with status 0 and no file left."""
+    """Little later than its engine alone, 200 MiB beyond its slots, without torch; SIGTERM: status 0, no file left."""
     slots = SlotConfig()
     ages_s = []
+    engine_ages_s = []
     for _ in range(_NUM_STARTS):  # other work on the machine can only make a start slower: the fastest one counts
+        with process("engine", transport) as (_, facts):
+            engine_ages_s.append(facts["age_s"])
         with process(*agent(role, tmp_path / "agent", transport, slots)) as (child, facts):
             ages_s.append(facts["age_s"])
             child.send_signal(signal.SIGTERM)
             assert child.wait(WAIT_S) == 0
-    assert min(ages_s) < _MAX_AGE_S
+    assert min(ages_s) < _MAX_AGE_RATIO * min(engine_ages_s)
     with process(*agent(role, tmp_path / "agent", transport, slots)) as (child, facts):
         assert facts["rss_bytes"] - slots.num_slots * slots.slot_bytes < _MAX_RSS_BYTES
         assert not facts["has_torch"]
