@@ -1,7 +1,7 @@
 """One agent or one worker as a process of its own, for tests that kill it or weigh it.
 
 `python agent_process.py agent ROLE CONFIG_JSON`: runs an agent until SIGTERM. Says, as one line of JSON, what it costs.
-`python agent_process.py engine TRANSPORT`: imports the libraries that every agent needs, opens the engine alone and ends.
+`python agent_process.py engine TRANSPORT`: imports what every agent needs, opens the engine alone and ends.
 `python agent_process.py worker ROLE SOCKET_DIR LAYOUT_JSON TICKET_JSON`: attaches a worker, begins a transfer that
 cannot end (a prefill worker submits its first page, a decode worker opens `TICKET_JSON`), then waits to be killed.
 """
