@@ -1,0 +1,230 @@
+"""The shared words and tables through which an agent gives orders to a stream that moves rows.
+
+One memfd, made by the agent, mapped by both sides and registered with CUDA by the side whose stream reads it:
+
+| part | what it holds |
+|---|---|
+| header | two words: the timeline, which the worker's stream raises; the number of entries enqueued so far |
+| entries | `NUM_ENTRIES` of `ENTRY_BYTES`: order word, done word, lane |
+| lanes | `num_lanes` of `lane_bytes`: the number of spans, `MAX_SPANS` spans, then row offsets |
+
+Entry number `n`, counted from 0 without end, lies at `n % NUM_ENTRIES`. Whoever owns the stream enqueues for it, once:
+wait until the order word has reached `wait_value(n)`; run the kernel, which reads the word and moves rows only if its
+code is RUN; write `done_value(n)` into the done word. The agent fills a lane, then writes `order_value(n, code)`. A
+stream never waits for ever: every enqueued entry gets an order, RUN or SKIP, by the end of its transfer.
+
+An order that was given may still be turned into SKIP; whether the kernel had read it by then is not known, so only
+the done word says that the entry touches nothing any more.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.memory import HostMemory
+
+NUM_ENTRIES: Final = 1024
+ENTRY_BYTES: Final = 64
+MAX_SPANS: Final = 64
+SPAN_WORDS: Final = 16
+LINEAR: Final = -1
+"""In place of a table: rows lie one behind the other."""
+
+_HEADER_BYTES: Final = 4096
+_TIMELINE_WORD: Final = 0
+_ENQUEUED_WORD: Final = 8  # in a cache line of its own
+_ENTRY_WORDS: Final = ENTRY_BYTES // 8
+_ORDER, _DONE, _LANE = 0, 1, 2  # words of an entry
+_SPANS_WORD: Final = 8  # of a lane: the spans begin in the second cache line
+OFFSETS_WORD: Final = _SPANS_WORD + MAX_SPANS * SPAN_WORDS
+"""The word of a lane at which row offsets begin."""
+LANES_OFFSET_BYTES: Final = _HEADER_BYTES + NUM_ENTRIES * ENTRY_BYTES
+
+
+class OrderCode(enum.IntEnum):
+    """The low byte of an order word."""
+
+    RUN = 1
+    SKIP = 2
+
+
+class MemoryIndex(enum.IntEnum):
+    """Which memory a span names. The stream's owner keeps their addresses to itself; peers' pools follow."""
+
+    POOL = 0
+    SLOTS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`num_rows` rows of `row_bytes`, copied between two memories in words of `word_bytes` (1 to 16).
+
+    Row `i` of a side lies at `first_byte + offsets[table + i]` of its memory, or, where `table` is `LINEAR`, at
+    `first_byte + i * row_bytes`. Tables count from the lane's first row offset. Memories begin at multiples of 16.
+    """
+
+    row_bytes: int
+    num_rows: int
+    word_bytes: int
+    src_memory: int
+    src_first_byte: int
+    src_table: int
+    dst_memory: int
+    dst_first_byte: int
+    dst_table: int
+
+    def words(self) -> tuple[int, ...]:
+        """As it lies in a lane, without the padding."""
+        return (
+            self.row_bytes,
+            self.num_rows,
+            self.word_bytes,
+            self.src_memory,
+            self.src_first_byte,
+            self.src_table,
+            self.dst_memory,
+            self.dst_first_byte,
+            self.dst_table,
+        )
+
+
+def wait_value(number: int) -> int:
+    """What the order word of entry `number` has reached once there is an order."""
+    return (number + 1) << 8
+
+
+def order_value(number: int, code: OrderCode) -> int:
+    """The order word of entry `number`."""
+    return wait_value(number) | code
+
+
+def done_value(number: int) -> int:
+    """The done word of entry `number` once it touches nothing any more."""
+    return number + 1
+
+
+def order_offset_bytes(number: int) -> int:
+    """Where the order word of entry `number` lies in the ring's memory."""
+    return _HEADER_BYTES + (number % NUM_ENTRIES) * ENTRY_BYTES + _ORDER * 8
+
+
+def done_offset_bytes(number: int) -> int:
+    """Where the done word of entry `number` lies."""
+    return _HEADER_BYTES + (number % NUM_ENTRIES) * ENTRY_BYTES + _DONE * 8
+
+
+TIMELINE_OFFSET_BYTES: Final = _TIMELINE_WORD * 8
+
+
+class Ring:
+    """One mapping of a ring. `memory` is owned by it; `close()` gives it back.
+
+    Words are aligned and of 64 bits, so each is read and written whole. On x86 and Arm servers with the GIL's barriers
+    between two of these calls, what was written first is seen first.
+    """
+
+    def __init__(self, memory: HostMemory, num_lanes: int) -> None:
+        """Over mapped memory. Use `create` or `attach`."""
+        self.memory = memory
+        self.num_lanes = num_lanes
+        self.lane_bytes = (memory.num_bytes - LANES_OFFSET_BYTES) // num_lanes
+        self.max_offsets = self.lane_bytes // 8 - OFFSETS_WORD
+        """Row offsets that a lane has room for."""
+        words: npt.NDArray[np.int64] = memory.array.view(np.int64)
+        self._words = words
+
+    @classmethod
+    def create(cls, num_lanes: int, max_offsets: int) -> Ring:
+        """A ring whose lanes hold `max_offsets` row offsets each. Raises `OSError` where memory is short."""
+        lane_bytes = (OFFSETS_WORD + max_offsets) * 8
+        lane_bytes += -lane_bytes % 4096
+        memory = HostMemory.create(LANES_OFFSET_BYTES + num_lanes * lane_bytes, "kvxfer-ring")
+        return cls(memory, num_lanes)
+
+    @classmethod
+    def attach(cls, fd: int, num_bytes: int, num_lanes: int) -> Ring:
+        """Map a ring that the agent made; takes over `fd`. Raises `HandoffError`."""
+        return cls(HostMemory.attach(fd, num_bytes), num_lanes)
+
+    # ---- the agent ----
+
+    def fill_lane(self, lane: int, spans: list[Span], offsets: npt.NDArray[np.int64]) -> None:
+        """Write what the next order for this lane moves; the lane is in use by no entry. At most `MAX_SPANS` spans and
+        `max_offsets` offsets."""
+        assert len(spans) <= MAX_SPANS, "a segment has too many spans"
+        assert offsets.size <= self.max_offsets, "a segment has too many rows"
+        first = self._lane_word(lane)
+        for idx, span in enumerate(spans):
+            begin = first + _SPANS_WORD + idx * SPAN_WORDS
+            words = span.words()
+            self._words[begin : begin + len(words)] = words
+        self._words[first + OFFSETS_WORD : first + OFFSETS_WORD + offsets.size] = offsets
+        self._words[first] = len(spans)
+
+    def order(self, number: int, code: OrderCode, lane: int = 0) -> None:
+        """Give the order of entry `number`, or turn RUN into SKIP."""
+        entry = self._entry_word(number)
+        if code is OrderCode.RUN:
+            self._words[entry + _LANE] = lane
+        self._words[entry + _ORDER] = order_value(number, code)
+
+    def is_done(self, number: int) -> bool:
+        """Whether entry `number` has ended."""
+        return int(self._words[self._entry_word(number) + _DONE]) >= done_value(number)
+
+    @property
+    def num_enqueued(self) -> int:
+        """Entries that the stream's owner has enqueued, since the ring was made."""
+        return int(self._words[_ENQUEUED_WORD])
+
+    @property
+    def timeline(self) -> int:
+        """How far the worker's stream has come."""
+        return int(self._words[_TIMELINE_WORD])
+
+    # ---- the stream's owner ----
+
+    def set_num_enqueued(self, num_entries: int) -> None:
+        """Say how many entries were enqueued; only after they were."""
+        self._words[_ENQUEUED_WORD] = num_entries
+
+    def set_timeline(self, value: int) -> None:
+        """For streams that are threads; a GPU's stream writes the word itself."""
+        self._words[_TIMELINE_WORD] = value
+
+    def set_done(self, number: int) -> None:
+        """For streams that are threads."""
+        self._words[self._entry_word(number) + _DONE] = done_value(number)
+
+    def order_of(self, number: int) -> OrderCode | None:
+        """The order of entry `number`; None while there is none."""
+        word = int(self._words[self._entry_word(number) + _ORDER])
+        return None if word < wait_value(number) else OrderCode(word & 0xFF)
+
+    def spans_of(self, number: int) -> list[Span]:
+        """What entry `number` moves, as its order says."""
+        first = self._lane_word(int(self._words[self._entry_word(number) + _LANE]))
+        begin = first + _SPANS_WORD
+        rows = self._words[begin : begin + int(self._words[first]) * SPAN_WORDS].reshape(-1, SPAN_WORDS)
+        return [Span(*row[:9]) for row in rows.tolist()]
+
+    def offsets_of(self, number: int) -> npt.NDArray[np.int64]:
+        """`[max_offsets]` int64 row offsets of the lane of entry `number`."""
+        first = self._lane_word(int(self._words[self._entry_word(number) + _LANE])) + OFFSETS_WORD
+        return self._words[first : first + self.max_offsets]
+
+    def close(self) -> None:
+        """Give the mapping back. Calling it again does nothing."""
+        self._words = np.empty(0, dtype=np.int64)
+        self.memory.close()
+
+    def _entry_word(self, number: int) -> int:
+        return (_HEADER_BYTES + (number % NUM_ENTRIES) * ENTRY_BYTES) // 8
+
+    def _lane_word(self, lane: int) -> int:
+        return (LANES_OFFSET_BYTES + lane * self.lane_bytes) // 8
