@@ -1,0 +1,33 @@
+"""What a stream that moves rows has to do, whether a GPU runs it or a thread."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+__all__ = ["RowStream"]
+
+
+class RowStream(Protocol):
+    """Executes the entries of one ring in order of their numbers. Its owner alone touches the pool through it.
+
+    Orders that are wrong are the agent's fault, and an agent that is not trusted with a pool is given none: a stream
+    does not check what spans say.
+    """
+
+    def enqueue(self, number: int) -> None:
+        """Enqueue entry `number`: wait for its order, move what that says, write its done word. Called once for each
+        number, from 0 on. Never blocks: its owner keeps at most 256 entries unfinished."""
+        ...
+
+    def mark(self, stream: object | None) -> int:
+        """Let the timeline word rise when `stream`, which writes the pool, has done what it was given so far.
+
+        Returns the value that the word has reached then; values rise. None is the current stream of a device, and on
+        hosts, where writing is over when it returns, the only choice.
+        """
+        ...
+
+    def close(self) -> None:
+        """Wait for what is enqueued, then give everything back. Every enqueued entry must have its order by now.
+        Calling it again does nothing."""
+        ...
