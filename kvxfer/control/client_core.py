@@ -23,6 +23,7 @@ from kvxfer.control.messages import (
     Open,
     Refused,
     RejectTicket,
+    SlotsMapped,
     Submit,
     TicketMade,
     TransferEvent,
@@ -39,6 +40,7 @@ _REPLY_OF: dict[type[WorkerRequest], type[WorkerReply]] = {
     Open: Ok,
     RejectTicket: Ok,
     AbortTransfer: Ok,
+    SlotsMapped: Ok,
 }
 
 

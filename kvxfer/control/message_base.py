@@ -17,6 +17,8 @@ MAX_METADATA_BYTES = 1 << 20
 Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 """128 random bits, made by us, in hex: transfers, incarnations, pools. Compared whole."""
 Counter = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+TimelineValue = Annotated[int, msgspec.Meta(ge=0)]
+"""A 64-bit word without sign: msgpack has no larger integers."""
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 SlotIndex = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 SlotList = Annotated[tuple[SlotIndex, ...], msgspec.Meta(max_length=4096)]

@@ -49,7 +49,9 @@ from kvxfer.control.message_base import (
     PageBytes,
     Seconds,
     Text,
+    TimelineValue,
 )
+from kvxfer.control.stream_messages import MoreEntries, SlotsMapped
 from kvxfer.layout import MAX_GROUPS, LayerRange, PoolLayout, TokenRange
 from kvxfer.transfer import EventKind, Reason
 
@@ -77,6 +79,7 @@ __all__ = [
     "LegStatus",
     "Message",
     "MessageBase",
+    "MoreEntries",
     "NewRegion",
     "NewTicket",
     "NotReady",
@@ -94,6 +97,7 @@ __all__ = [
     "Refused",
     "RejectTicket",
     "Segment",
+    "SlotsMapped",
     "Source",
     "Submit",
     "Ticket",
@@ -173,8 +177,9 @@ _GroupPages = Annotated[tuple[GroupPages, ...], msgspec.Meta(max_length=MAX_GROU
 
 
 class Submit(MessageBase, frozen=True, kw_only=True):
-    """Prefill worker to agent: the KV of one chunk is complete in its pages. A group that is absent has no rows in
-    this chunk. `layers` restricts the chunk to some layers. `last` ends the transfer's chunks."""
+    """Prefill worker to agent: the KV of one chunk is complete in its pages once the timeline has reached `ready`. A
+    group that is absent has no rows in this chunk. `layers` restricts it to some layers. `last` ends the transfer's
+    chunks."""
 
     transfer: Id
     groups: _GroupPages
@@ -182,6 +187,7 @@ class Submit(MessageBase, frozen=True, kw_only=True):
     last: bool = False
     aux: Aux = b""
     deadline_s: Seconds
+    ready: TimelineValue = 0
 
 
 class Open(MessageBase, frozen=True, kw_only=True):
@@ -323,7 +329,7 @@ class Ping(MessageBase, frozen=True, kw_only=True):
     floor: Counter = 0
 
 
-WorkerRequest = AttachWorker | NewTicket | Submit | Open | RejectTicket | AbortTransfer
+WorkerRequest = AttachWorker | NewTicket | Submit | Open | RejectTicket | AbortTransfer | SlotsMapped
 WorkerReply = Attached | TicketMade | Ok | Refused
 DecodeToPrefill = Hello | NewRegion | Ping | Goodbye | Grant | Credits | AbortLeg | QuiescedAck | Query | Pulled
 PrefillToDecode = (
@@ -341,4 +347,4 @@ PrefillToDecode = (
     | Quiesced
     | LegStatus
 )
-Message = WorkerRequest | WorkerReply | TransferEvent | DecodeToPrefill | PrefillToDecode
+Message = WorkerRequest | WorkerReply | TransferEvent | MoreEntries | DecodeToPrefill | PrefillToDecode

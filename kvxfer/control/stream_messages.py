@@ -1,0 +1,18 @@
+"""What agent and worker say about the stream that moves rows in the worker's process; see `kvxfer.streams.ring`."""
+
+from __future__ import annotations
+
+from kvxfer.control.message_base import Counter, MessageBase
+
+
+class MoreEntries(MessageBase, frozen=True, kw_only=True):
+    """Agent to worker, without an answer: have so many entries enqueued, counted since the ring was made."""
+
+    num_entries: Counter
+
+
+class SlotsMapped(MessageBase, frozen=True, kw_only=True):
+    """Worker to agent: the slots of move number `move`, which came over the hand-off connection, are mapped; orders
+    that are given from now on mean these."""
+
+    move: Counter
