@@ -24,7 +24,8 @@ from kvxfer.control.ids import new_id
 from kvxfer.control.messages import AttachWorker, Message, Refused, TransferEvent, WorkerReply
 from kvxfer.errors import KvxferError, RefusedError
 from kvxfer.layout import PoolLayout
-from kvxfer.ops.config import SlotConfig, TransportConfig
+from kvxfer.ops.config import OpsConfig, SlotConfig, TransportConfig
+from kvxfer.ops.health import Ops, Pulse
 from kvxfer.row_mover import RowMover
 from kvxfer.rows_host import ByteArray
 from kvxfer.slot_memory import SlotMemory
@@ -80,6 +81,7 @@ class Sidecar:
         host: str,
         transport: TransportConfig,
         slots: SlotConfig,
+        ops: OpsConfig,
         num_threads: int,
         drain_s: float,
         is_target: bool = True,
@@ -94,6 +96,7 @@ class Sidecar:
         self._lost_pool: ReceivedPool | None = None
         self._waiting_worker: tuple[bytes, AttachWorker, int] | None = None  # of the next pool
         self._events: deque[TransferEvent] = deque()  # for the worker: at most two a transfer that it opened
+        self.pulse = Pulse()
         self._num_stops = 0
         self._drain_s = drain_s
         self._drain_until: float | None = None  # set while draining
@@ -119,6 +122,8 @@ class Sidecar:
             stack.callback(self.mover.close)
             self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             stack.callback(os.close, self._stop_fd)
+            self.ops = Ops(ops, self.pulse)
+            stack.callback(self.ops.close)
             self._stack = stack.pop_all()
         self.watch(self._workers, self._receive_from_workers)
         self.watch(self._handoffs, self._poll_handoffs)
@@ -158,7 +163,7 @@ class Sidecar:
         tick_at = 0.0
         while not self._may_end(time.monotonic()):
             ready = self._selector.wait(TICK_S)
-            now = time.monotonic()
+            self.pulse.turned_at = now = time.monotonic()
             self._has_backlog = False
             for item in ready:
                 handler = self._handlers.get(id(item))
@@ -176,6 +181,7 @@ class Sidecar:
     def stop(self) -> None:
         """Let `run()` end once it has drained; called again, at once."""
         self._num_stops += 1
+        self.pulse.is_draining = True
         os.eventfd_write(self._stop_fd, 1)
 
     def _may_end(self, now: float) -> bool:

@@ -66,6 +66,10 @@ class SlotTable:
         """How many slots are in `state`."""
         return self._counts[state]
 
+    def counts(self) -> dict[str, int]:
+        """How many slots are in each state that a slot of this side can be in. May be called from another thread."""
+        return {state.value: self._counts[state] for state in self._moves}
+
     @property
     def num_free(self) -> int:
         return self._counts[SlotState.FREE]

@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"errors"},
     "transports": {"errors", "memory"},
     "control": {"errors", "layout", "memory", "streams", "transfer"},
-    "ops": {"errors"},
+    "ops": {"errors", "transfer", "control", "transports"},
     "integrity": {"errors", "rows_host", "control"},
     "slot_memory": {"memory", "rows_host", "transports", "ops"},
     "sidecar": {

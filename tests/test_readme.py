@@ -12,7 +12,7 @@ import typer
 
 from kvxfer.cli.main import app
 from kvxfer.decode.agent import DecodeAgent
-from kvxfer.ops.config import DecodeConfig, PrefillConfig, SecurityConfig, SlotConfig, TransportConfig
+from kvxfer.ops.config import DecodeConfig, OpsConfig, PrefillConfig, SecurityConfig, SlotConfig, TransportConfig
 from kvxfer.prefill.agent import PrefillAgent
 from kvxfer.transfer import EventKind, Reason
 
@@ -115,11 +115,13 @@ def test_links_lead_somewhere() -> None:
             assert (path.parent / target).is_file(), f"{path.name}: {target}"
 
 
-@pytest.mark.parametrize("config", [PrefillConfig, DecodeConfig, SlotConfig, TransportConfig, SecurityConfig])
+@pytest.mark.parametrize(
+    "config", [PrefillConfig, DecodeConfig, SlotConfig, TransportConfig, SecurityConfig, OpsConfig]
+)
 def test_every_key_is_documented(config: type[msgspec.Struct]) -> None:
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     for field in msgspec.structs.fields(config):
-        if field.name in {"transport", "slots", "security", "options"}:
+        if field.name in {"transport", "slots", "security", "ops", "options"}:
             assert f"[{field.name}]" in text or f".{field.name}]" in text
         elif isinstance(field.default, str | int | float) and field.default != "":
             default = msgspec.json.encode(field.default).decode()

@@ -18,7 +18,7 @@ from kvxfer.control.ids import new_id
 from kvxfer.control.messages import AbortTransfer, Attached, Message, Ok, Ping, Refused, TransferEvent, WorkerReply
 from kvxfer.errors import ConfigError, LayoutError, RefusedError
 from kvxfer.memory import HostMemory
-from kvxfer.ops.config import SlotConfig, TransportConfig
+from kvxfer.ops.config import OpsConfig, SlotConfig, TransportConfig
 from kvxfer.sidecar import MAX_MESSAGES_PER_TURN, TICK_S, Sidecar
 from kvxfer.transfer import EventKind, Reason
 from tests.prefill.driver import pool_layout
@@ -42,6 +42,7 @@ class _Agent:
             host="127.0.0.1",
             transport=TransportConfig(name=transport),  # type: ignore[arg-type]
             slots=SlotConfig(num_slots=2, slot_bytes=4096),
+            ops=OpsConfig(),
             num_threads=1,
             drain_s=WAIT_S,
         )

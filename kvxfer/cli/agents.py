@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
@@ -21,6 +24,7 @@ from kvxfer.transports import exit_process
 
 _Config = TypeVar("_Config", PrefillConfig, DecodeConfig)
 _Agent = PrefillAgent | DecodeAgent
+_log = logging.getLogger("kvxfer.cli")
 _KEYS = {
     "key_file": "security.key_file",
     "allowed_keys_file": "security.allowed_keys_file",
@@ -54,6 +58,7 @@ def _run(path: Path, load: Callable[[Path], _Config], create: Callable[[_Config]
         config = load(path)
         set_up_logging(config.log_level)
         agents.append(_create(path, config, create))
+        threading.excepthook = partial(_lose_thread, agents[0])
         _say_ready(agents[0], config, as_json)
         agents[0].run()
     except KvxferError as error:
@@ -64,6 +69,14 @@ def _run(path: Path, load: Callable[[Path], _Config], create: Callable[[_Config]
         agent.close()
     # An engine's native libraries may crash after Python's end: a supervisor must not see that as a failure.
     exit_process(code)
+
+
+def _lose_thread(agent: _Agent, ended: threading.ExceptHookArgs) -> None:
+    """A thread has ended by an error that nothing handles: the agent cannot go on as it should, and says so."""
+    name = ended.thread.name if ended.thread is not None else "a thread"
+    assert ended.exc_value is not None
+    agent.ops.lost_thread(f"thread {name} has ended by an error: {ended.exc_type.__name__}")
+    _log.error("thread %s has ended by an error: restart this agent", name, exc_info=ended.exc_value)
 
 
 def _create(path: Path, config: _Config, create: Callable[[_Config], _Agent]) -> _Agent:
@@ -87,13 +100,15 @@ def _say_ready(agent: _Agent, config: PrefillConfig | DecodeConfig, as_json: boo
         "public_key": agent.public_key,
         "socket_dir": config.socket_dir,
         "transport": config.transport.name,
+        **({"ops": agent.ops.endpoint} if agent.ops.endpoint else {}),
     }
     line = msgspec.json.encode(facts).decode()
     if not as_json:
+        pages = f", health and metrics at http://{agent.ops.endpoint}" if agent.ops.endpoint else ""
         at = "".join(f" at {address}" for address in endpoint.values())
         line = (
             f"{role} agent ready{at}, worker sockets in {config.socket_dir}, "
-            f"transport {config.transport.name}; end it with SIGTERM or Ctrl-C"
+            f"transport {config.transport.name}{pages}; end it with SIGTERM or Ctrl-C"
         )
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -22,6 +22,7 @@ from kvxfer.decode.links import SourceLinks
 from kvxfer.errors import RefusedError, TransportError
 from kvxfer.layout import PoolLayout, Shard
 from kvxfer.ops.config import DecodeConfig
+from kvxfer.ops.figures import AgentFigures
 from kvxfer.sidecar import Sidecar
 from kvxfer.slots import LANDING_MOVES, SlotTable
 from kvxfer.transfer import Reason
@@ -45,6 +46,7 @@ class DecodeAgent:
             host=config.listen_host,
             transport=config.transport,
             slots=config.slots,
+            ops=config.ops,
             num_threads=config.num_threads,
             drain_s=config.drain_s,
         )
@@ -53,6 +55,8 @@ class DecodeAgent:
         self.public_key = credentials.keys.public
         self._links = SourceLinks(config, credentials, self._sidecar, self._core)
         self._sidecar.watch(self._sidecar.mover, self._poll_scatters)
+        self.ops = self._sidecar.ops
+        self.ops.serve(self.figures)
 
     def run(self) -> None:
         """Serve until `stop()` and until what is open then has ended or `drain_s` has passed; then end the rest and
@@ -67,6 +71,18 @@ class DecodeAgent:
     def stop(self) -> None:
         """Drain, then end `run()`; called again, end it at once. For signal handlers and other threads."""
         self._sidecar.stop()
+
+    def figures(self) -> AgentFigures:
+        """What the metrics show. May be called from another thread."""
+        sidecar = self._sidecar
+        return AgentFigures(
+            side="decode",
+            transport=sidecar.transport.name,
+            core=self._core.figures(),
+            engine=sidecar.transport.counters,
+            paths=self._links.paths(),
+            has_worker=sidecar.pool is not None,
+        )
 
     def close(self) -> None:
         """Give everything back."""

@@ -30,6 +30,7 @@ from kvxfer.decode.moves import Moves
 from kvxfer.decode.receive import Receive, ReceiveLeg, SourceInfo, accept_open, check_free
 from kvxfer.errors import LayoutError, RefusedError
 from kvxfer.layout import PoolLayout
+from kvxfer.ops.totals import CoreFigures
 from kvxfer.slots import SlotState, SlotTable
 from kvxfer.transfer import Reason
 
@@ -60,6 +61,16 @@ class DecodeCore:
     def num_touching_pool(self) -> int:
         """Operations that may write the worker's pool."""
         return self._moves.num_running
+
+    def figures(self) -> CoreFigures:
+        """What the metrics show. May be called from another thread."""
+        life = self._life
+        return CoreFigures(
+            totals=life.totals,
+            num_open=len(life.receives),
+            slots=life.lender.slots.counts(),
+            refused=dict(self.refused),
+        )
 
     def take_actions(self) -> list[Action]:
         """What to do now, in order."""
@@ -245,7 +256,9 @@ class DecodeCore:
         except LayoutError as error:
             self._life.fail(receive, Reason.MISMATCH, str(error), now)
             return
-        receive.plan_s += self._life.clock() - began_s
+        plan_s = self._life.clock() - began_s
+        receive.plan_s += plan_s
+        self._life.totals.plan_s += plan_s
         leg.chunks[message.chunk] = chunk
         leg.num_rows += chunk.source.plan.num_rows
         leg.num_bytes += chunk.source.plan.num_bytes

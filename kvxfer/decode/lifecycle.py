@@ -6,6 +6,7 @@ scatters have drained, whatever the peers do; its legs are closed later, when no
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from kvxfer.decode.lender import SlotLender
 from kvxfer.decode.receive import Receive, ReceiveLeg
 from kvxfer.errors import LayoutError, PairingError
 from kvxfer.layout import PoolLayout, TokenRange
+from kvxfer.ops.totals import Totals
 from kvxfer.routes import check_complete
 from kvxfer.slots import SlotTable
 from kvxfer.transfer import EventKind, Reason, ReceiveState
@@ -30,6 +32,7 @@ class Lifecycle:
     def __init__(self, slots: SlotTable, credits_per_leg: int, outbox: list[Action]) -> None:
         self.lender = SlotLender(slots, credits_per_leg, outbox)
         self.receives: dict[str, Receive] = {}
+        self.totals = Totals(logging.getLogger("kvxfer.decode"))
         self.clock: Callable[[], float] = time.perf_counter
         self._outbox = outbox
 
@@ -147,6 +150,9 @@ class Lifecycle:
         self._outbox.append(SendToPeer(leg.source.incarnation, pulled))
 
     def _notify(self, receive: Receive, kind: EventKind, now: float) -> None:
+        """Count the end, and tell the worker, where there is one."""
+        num_bytes = sum(leg.num_bytes for leg in receive.legs)
+        self.totals.ended(receive.transfer, kind, receive.reason, receive.detail, num_bytes)
         if receive.is_orphan:
             return
         landed = kind is EventKind.LANDED

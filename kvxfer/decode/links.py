@@ -48,6 +48,10 @@ class SourceLinks:
         peer = self._peers.get(incarnation)
         return None if peer is None else peer.shared
 
+    def paths(self) -> list[str]:
+        """How the engine of each paired prefill agent reaches this side. May be called from another thread."""
+        return [peer.path for peer in list(self._peers.values()) if peer.is_paired]
+
     def send(self, incarnation: str, message: DecodeToPrefill, now: float) -> None:
         """To a prefill agent; one that does not take it is as good as lost."""
         peer = self._peers.get(incarnation)
@@ -161,6 +165,7 @@ class SourceLinks:
             return
         peer.is_paired = True
         figures = welcome.figures
+        peer.path = figures.path
         self._sidecar.log.info(
             "paired with prefill agent %s: path %s, %.2f us a descriptor, %.2f GB/s",
             info.incarnation,

@@ -61,6 +61,7 @@ class Moves:
         receive = move.receive
         receive.num_scattering -= 1
         receive.scatter_s += busy_s
+        self._life.totals.scatter_s += busy_s
         if error is not None:
             reason = Reason.PULL_FAILED if move.slot is None else Reason.SCATTER_FAILED
             self._life.fail(receive, Reason.CORRUPT if is_corrupt else reason, error, now)

@@ -34,6 +34,7 @@ class PrefillPeer:
     pull: PullConnection | None = None  # asks for the source's pool
     layout: PoolLayout | None = None  # of the source's pool
     pull_began_at: float = 0.0
+    path: str = ""  # how its engine reaches this side
     shared: SharedPool | None = None  # the source's pool, where it is mapped here
 
     def send(self, message: DecodeToPrefill) -> bool:

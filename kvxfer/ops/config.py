@@ -62,6 +62,16 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_keys_file: str = ""
 
 
+class OpsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one agent serves health, readiness and metrics over HTTP: at `listen_host:listen_port` (port 0: any free
+    one), nowhere with an empty `listen_host`. A wildcard address needs `allow_wildcard`.
+    """
+
+    listen_host: str = ""
+    listen_port: _Port = 0
+    allow_wildcard: bool = False
+
+
 class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One prefill agent.
 
@@ -78,6 +88,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
     security: SecurityConfig = SecurityConfig()
     transport: TransportConfig = TransportConfig()
     slots: SlotConfig = SlotConfig()
+    ops: OpsConfig = OpsConfig()
     mode: TransferMode = "packed"
     num_threads: _Threads = 2
     peer_timeout_s: _Positive = 5.0
@@ -100,6 +111,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     security: SecurityConfig = SecurityConfig()
     transport: TransportConfig = TransportConfig()
     slots: SlotConfig = SlotConfig()
+    ops: OpsConfig = OpsConfig()
     credits_per_leg: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 4
     verify: Literal["off", "full"] = "off"
     num_threads: _Threads = 2

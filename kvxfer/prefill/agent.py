@@ -26,6 +26,7 @@ from kvxfer.errors import RefusedError, TransportError
 from kvxfer.integrity import digest
 from kvxfer.layout import PoolLayout
 from kvxfer.ops.config import PrefillConfig
+from kvxfer.ops.figures import AgentFigures
 from kvxfer.prefill.actions import Gather, Notify, SendToPeer, Write
 from kvxfer.prefill.admission import SHUTDOWN_DETAIL
 from kvxfer.prefill.core import PrefillCore
@@ -68,6 +69,7 @@ class PrefillAgent:
                 host=listener.address,
                 transport=config.transport,
                 slots=config.slots,
+                ops=config.ops,
                 num_threads=config.num_threads,
                 is_target=False,  # peers never write to this side
                 drain_s=config.drain_s,
@@ -85,6 +87,8 @@ class PrefillAgent:
         self._links = PeerLinks(listener, self._sidecar, self._core, config.peer_timeout_s, pull_path)
         self._sidecar.watch(self._sidecar.mover, self._poll_gathers)
         self._sidecar.watch(self._sidecar.transport, self._poll_writes)
+        self.ops = self._sidecar.ops
+        self.ops.serve(self.figures)
 
     def run(self) -> None:
         """Serve until `stop()` and until what is open then has ended or `drain_s` has passed; then end the rest and
@@ -98,6 +102,19 @@ class PrefillAgent:
     def stop(self) -> None:
         """Drain, then end `run()`; called again, end it at once. For signal handlers and other threads."""
         self._sidecar.stop()
+
+    def figures(self) -> AgentFigures:
+        """What the metrics show. May be called from another thread."""
+        sidecar = self._sidecar
+        return AgentFigures(
+            side="prefill",
+            transport=sidecar.transport.name,
+            core=self._core.figures(),
+            engine=sidecar.transport.counters,
+            paths=[peer.info.figures.path for peer in list(self._core.peers.values())],
+            has_worker=sidecar.pool is not None,
+            door=self._links.door,
+        )
 
     def close(self) -> None:
         """Give everything back."""

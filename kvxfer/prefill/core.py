@@ -24,6 +24,7 @@ from kvxfer.control.messages import (
 )
 from kvxfer.errors import RefusedError
 from kvxfer.layout import PoolLayout
+from kvxfer.ops.totals import CoreFigures
 from kvxfer.prefill.actions import Action, SendToPeer
 from kvxfer.prefill.admission import SHUTDOWN_DETAIL, find_refusal
 from kvxfer.prefill.leg import Leases, Leg, Mode, PeerInfo
@@ -71,6 +72,18 @@ class PrefillCore:
         """Whether so many slots are quarantined that the agent should replace its engine."""
         slots = self._life.sender.slots
         return slots.count(SlotState.QUARANTINED) >= max(1, slots.num_slots // 4)
+
+    def figures(self) -> CoreFigures:
+        """What the metrics show. May be called from another thread."""
+        life = self._life
+        return CoreFigures(
+            totals=life.totals,
+            num_open=len(life.transfers),
+            slots=life.sender.slots.counts(),
+            refused=dict(self.refused),
+            chosen={mode.value: life.num_chosen[mode] for mode in (Mode.PACKED, Mode.RAW, Mode.P2P)},
+            num_fallbacks=life.num_fallbacks,
+        )
 
     def take_actions(self) -> list[Action]:
         """What to do now, in order."""

@@ -24,6 +24,7 @@ from kvxfer.control.messages import (
 from kvxfer.errors import LayoutError
 from kvxfer.layout import PoolLayout
 from kvxfer.operations import SegmentSource
+from kvxfer.ops.totals import Totals
 from kvxfer.prefill.actions import Action, Notify, SendToPeer
 from kvxfer.prefill.leg import ChunkWork, Leases, Leg, Mode
 from kvxfer.prefill.policy import choose_mode
@@ -52,6 +53,7 @@ class Lifecycle:
         self.is_draining = False  # nothing new is taken on
         self.num_chosen: Counter[Mode] = Counter()  # legs in mode auto, by the way that they took
         self.num_fallbacks = 0  # gathers that failed and whose rows went run by run
+        self.totals = Totals(_log)
         self.transfers: dict[str, Transfer] = {}
         self.ended: OrderedDict[str, Reason | None] = OrderedDict()
         """The newest transfers that were forgotten, and why they ended; None for those that were sent."""
@@ -60,6 +62,8 @@ class Lifecycle:
         transfer = self.transfers[leg.transfer]
         transfer.pack_s += pack_s
         transfer.send_s += send_s
+        self.totals.pack_s += pack_s
+        self.totals.send_s += send_s
         transfer.num_descriptors += num_descriptors
 
     def plan(self, transfer: Transfer, leg: Leg, chunk: SubmittedChunk, now: float) -> None:
@@ -86,7 +90,9 @@ class Lifecycle:
         leg.num_segments += plan.num_segments
         leg.num_bytes += plan.num_bytes
         leg.num_runs += num_runs
-        transfer.plan_s += time.perf_counter() - began_s
+        plan_s = time.perf_counter() - began_s
+        transfer.plan_s += plan_s
+        self.totals.plan_s += plan_s
         announcement = Chunk(
             transfer=leg.transfer,
             generation=grant.generation,
@@ -252,8 +258,7 @@ class Lifecycle:
             transfer.is_source_free = True
             self._notify(transfer, EventKind.SOURCE_FREE, now)
         if all(leg.state is LegState.FINISHED for leg in legs):
-            transfer.has_ended = True
-            self._notify(transfer, EventKind.SENT, now)
+            self._end(transfer, EventKind.SENT, now)
 
     def _end_failed(self, transfer: Transfer, now: float) -> None:
         legs = transfer.legs.values()
@@ -261,9 +266,14 @@ class Lifecycle:
             return
         if now < transfer.deadline and any(leg.mode is Mode.RAW and leg.num_held for leg in legs):
             return  # a raw write reads the pages; past the deadline one that hangs does harm to a landing slot alone
-        transfer.has_ended = True
         aborted = transfer.reason is Reason.ABORTED_BY_WORKER
-        self._notify(transfer, EventKind.ABORTED if aborted else EventKind.FAILED, now)
+        self._end(transfer, EventKind.ABORTED if aborted else EventKind.FAILED, now)
+
+    def _end(self, transfer: Transfer, kind: EventKind, now: float) -> None:
+        transfer.has_ended = True
+        num_bytes = sum(leg.num_bytes for leg in transfer.legs.values())
+        self.totals.ended(transfer.transfer, kind, transfer.reason, transfer.detail, num_bytes)
+        self._notify(transfer, kind, now)
 
     def _notify(self, transfer: Transfer, kind: EventKind, now: float) -> None:
         """Tell the worker; nobody where there is none, or where it never knew the transfer."""

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from kvxfer.control.codec import encode
+from kvxfer.control.doorkeeper import DoorCounts
 from kvxfer.control.messages import (
     AbortLeg,
     Goodbye,
@@ -69,6 +70,11 @@ class PeerLinks:
     def hello(self, peer: str) -> Hello:
         """What a known peer said of itself."""
         return self._peers[peer].hello
+
+    @property
+    def door(self) -> DoorCounts:
+        """What became of connections so far."""
+        return self._listener.counts
 
     def close(self) -> None:
         self._listener.close()
