@@ -1,10 +1,13 @@
-"""What both cores hand to the executors that touch a worker's pool."""
+"""What both cores hand to the executors that touch a worker's pool, and what these give back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvxfer.addresses import BlockAddresses
+from kvxfer.errors import IntegrityError
 from kvxfer.segments import ChunkPlan
 
 
@@ -21,3 +24,67 @@ class SegmentSource:
 
     plan: ChunkPlan
     addresses: tuple[BlockAddresses, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One segment of a chunk that is to be moved: out of the worker's pool into a slot, or the other way round."""
+
+    operation: int
+    source: SegmentSource
+    segment: int
+    cancel: CancelFlag
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A move has ended. `was_begun` is False where its cancel flag was set in time."""
+
+    operation: int
+    busy_s: float
+    error: str | None
+    was_begun: bool
+    result: object = None  # what was found out about the rows, where somebody asked for it
+    is_corrupt: bool = False  # the bytes to be moved were not those announced
+
+
+def failed(operation: int, segment: int, problem: BaseException) -> Moved:
+    """The end of a move that has raised `problem`."""
+    error = f"segment {segment}: {type(problem).__name__}: {problem}"
+    return Moved(operation, 0.0, error, True, is_corrupt=isinstance(problem, IntegrityError))
+
+
+class RowExecutor(Protocol):
+    """Moves rows between one worker's pool and the agent's slots: threads on a mapped pool, or a stream that belongs
+    to whoever may touch the pool. Each move ends in one `Moved` of the agent's `RowMover`."""
+
+    @property
+    def timeline(self) -> int:
+        """How far the worker's stream has come; 0 for a pool without a timeline."""
+        ...
+
+    @property
+    def has_timeline(self) -> bool:
+        """Whether the worker can say when its rows are written."""
+        ...
+
+    def gather(self, move: Move, slot: int, look: Callable[[], object] | None) -> None:
+        """Pack a segment into `slot`, then call `look` in a thread: what it returns goes into `Moved.result`."""
+        ...
+
+    def scatter(self, move: Move, slot: int, look: Callable[[], object] | None) -> None:
+        """Put the segment that lies in `slot` into its rows, after `look`, called in a thread, has raised nothing."""
+        ...
+
+    def expect(self, num_moves: int, ready: int) -> None:
+        """So many moves are certain to follow those that were given, unless this is called again with fewer. Wake the
+        agent once the timeline has reached `ready`, 0 for nothing."""
+        ...
+
+    def stop(self, error: str) -> None:
+        """The worker is lost: what cannot go on without it ends with `error`."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; no move is under way. Calling it again does nothing."""
+        ...

@@ -1,4 +1,4 @@
-"""Threads of an agent that move rows between its worker's host pool and its slots."""
+"""Threads of an agent that move rows between its worker's host pool and its slots, and where all ends are reported."""
 
 from __future__ import annotations
 
@@ -7,23 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
-from kvxfer.errors import IntegrityError
-from kvxfer.operations import CancelFlag
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """A move has ended. `was_begun` is False where its cancel flag was set in time."""
-
-    operation: int
-    busy_s: float
-    error: str | None
-    was_begun: bool
-    result: object = None  # what the move returned
-    is_corrupt: bool = False  # the bytes to be moved were not those announced
+from kvxfer.operations import CancelFlag, Move, Moved, SegmentSource, failed
+from kvxfer.rows_host import ByteArray, gather_segment, scatter_segment
 
 
 class RowMover:
@@ -33,6 +20,16 @@ class RowMover:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._moved: deque[Moved] = deque()
         self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def call(self, work: Callable[[], object]) -> Future[object]:
+        """Call `work` as soon as a thread is free. Nothing is reported: that is left to the caller."""
+        return self._pool.submit(work)
+
+    def report(self, moved: Moved | None) -> None:
+        """Hand out `moved` by `poll()`; None only wakes who waits for that. From any thread."""
+        if moved is not None:
+            self._moved.append(moved)
+        os.eventfd_write(self._event_fd, 1)
 
     def submit(self, operation: int, segment: int, cancel: CancelFlag, move: Callable[[], object]) -> None:
         """Call `move` as soon as a thread is free, unless `cancel` is set by then; its one `Moved` comes out of
@@ -65,13 +62,58 @@ class RowMover:
             return  # the mover is being closed
         problem = future.exception()
         if problem is not None:
-            error = f"segment {segment}: {type(problem).__name__}: {problem}"
-            moved = Moved(operation, 0.0, error, True, is_corrupt=isinstance(problem, IntegrityError))
-        else:
-            ran = future.result()
-            moved = Moved(operation, 0.0, None, False) if ran is None else Moved(operation, ran[0], None, True, ran[1])
-        self._moved.append(moved)
-        os.eventfd_write(self._event_fd, 1)
+            self.report(failed(operation, segment, problem))
+            return
+        ran = future.result()
+        self.report(Moved(operation, 0.0, None, False) if ran is None else Moved(operation, ran[0], None, True, ran[1]))
+
+
+class HostExecutor:
+    """Moves rows of a pool that is mapped here, by the threads of a `RowMover`. Owns nothing."""
+
+    has_timeline = False
+    timeline = 0
+
+    def __init__(self, mover: RowMover, pool: ByteArray, slot_view: Callable[[int], ByteArray]) -> None:
+        """`pool` is `[pool_bytes]` uint8; `slot_view(slot)` gives `[slot_bytes]` uint8 of a slot as it is now."""
+        self._mover = mover
+        self._pool = pool
+        self._slot_view = slot_view
+
+    def gather(self, move: Move, slot: int, look: Callable[[], object] | None) -> None:
+        """`RowExecutor.gather`."""
+        work = partial(_gather, self._pool, move.source, move.segment, self._slot_view(slot), look)
+        self._mover.submit(move.operation, move.segment, move.cancel, work)
+
+    def scatter(self, move: Move, slot: int, look: Callable[[], object] | None) -> None:
+        """`RowExecutor.scatter`."""
+        work = partial(_scatter, self._pool, move.source, move.segment, self._slot_view(slot), look)
+        self._mover.submit(move.operation, move.segment, move.cancel, work)
+
+    def expect(self, num_moves: int, ready: int) -> None:
+        """Threads need not be told."""
+
+    def stop(self, error: str) -> None:
+        """The mapping outlives the worker: what is under way may end."""
+
+    def close(self) -> None:
+        """Let go of the pool."""
+        self._pool = self._pool[:0]
+
+
+def _gather(
+    pool: ByteArray, source: SegmentSource, segment: int, slot: ByteArray, look: Callable[[], object] | None
+) -> object:
+    gather_segment(pool, source.plan, source.addresses, segment, slot)
+    return None if look is None else look()
+
+
+def _scatter(
+    pool: ByteArray, source: SegmentSource, segment: int, slot: ByteArray, look: Callable[[], object] | None
+) -> object:
+    result = None if look is None else look()
+    scatter_segment(pool, source.plan, source.addresses, segment, slot)
+    return result
 
 
 def _run(cancel: CancelFlag, move: Callable[[], object]) -> tuple[float, object] | None:

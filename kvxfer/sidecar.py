@@ -24,9 +24,10 @@ from kvxfer.control.ids import new_id
 from kvxfer.control.messages import AttachWorker, Message, Refused, TransferEvent, WorkerReply
 from kvxfer.errors import KvxferError, RefusedError
 from kvxfer.layout import PoolLayout
+from kvxfer.operations import RowExecutor
 from kvxfer.ops.config import OpsConfig, SlotConfig, TransportConfig
 from kvxfer.ops.health import Ops, Pulse
-from kvxfer.row_mover import RowMover
+from kvxfer.row_mover import HostExecutor, RowMover
 from kvxfer.rows_host import ByteArray
 from kvxfer.slot_memory import SlotMemory
 from kvxfer.transports.registry import create_transport
@@ -94,6 +95,7 @@ class Sidecar:
         self._worker: bytes | None = None
         self._next_pool: ReceivedPool | None = None
         self._lost_pool: ReceivedPool | None = None
+        self._rows: RowExecutor | None = None  # of the pool, also of a lost one that is still in use
         self._waiting_worker: tuple[bytes, AttachWorker, int] | None = None  # of the next pool
         self._events: deque[TransferEvent] = deque()  # for the worker: at most two a transfer that it opened
         self.pulse = Pulse()
@@ -207,6 +209,9 @@ class Sidecar:
             select.select([], [], [], _LAST_WORDS_S)
             self._worker = None
         self._stack.close()
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None
         for pool in (self.pool, self._next_pool, self._lost_pool):
             if pool is not None:
                 pool.memory.close()
@@ -283,6 +288,7 @@ class Sidecar:
     def _take_pool(self, received: ReceivedPool) -> None:
         if self.pool is None and self._lost_pool is None:
             self.pool = received
+            self._rows = HostExecutor(self.mover, received.memory.array, lambda slot: self.slots.view(slot))
             self.log.info(
                 "pool %s: %d bytes, %d groups", received.pool, received.memory.num_bytes, len(received.layout.groups)
             )
@@ -304,11 +310,14 @@ class Sidecar:
         self._events.clear()
         self._lost_pool, self.pool = self.pool, None
         self._agent.worker_lost(now)
+        self.rows.stop("the worker is gone")
 
     def _swap_pools(self) -> None:
         """Unmap a lost pool once nothing touches it, then take the one that waits."""
         if self._lost_pool is None or not self._agent.is_pool_quiet():
             return
+        self.rows.close()
+        self._rows = None
         self._lost_pool.memory.close()
         self._lost_pool = None
         if self._next_pool is not None:
@@ -317,6 +326,13 @@ class Sidecar:
         if self._waiting_worker is not None:
             (sender, message, request_id), self._waiting_worker = self._waiting_worker, None
             self._answer(sender, message, request_id, time.monotonic())
+
+    @property
+    def rows(self) -> RowExecutor:
+        """What moves rows of the worker's pool, also of one that was lost and is still in use. There is one whenever
+        a core asks for moves."""
+        assert self._rows is not None
+        return self._rows
 
     def pool_array(self) -> ByteArray:
         """`[pool_bytes]` uint8 of the worker's pool, also of one that was lost and is still in use."""

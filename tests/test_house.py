@@ -60,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "sidecar": {
         *_GEOMETRY,
         "memory",
+        "operations",
         "row_mover",
         "rows_host",
         "slot_memory",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import select
+from functools import partial
+
 import numpy as np
 import pytest
 
 from kvxfer.control.messages import Segment
-from kvxfer.decode.landing import land_segment
 from kvxfer.errors import IntegrityError
 from kvxfer.integrity import bind, check_segment, digest
-from kvxfer.operations import SegmentSource
+from kvxfer.operations import CancelFlag, Move, SegmentSource
+from kvxfer.row_mover import HostExecutor, RowMover
 from kvxfer.segments import ChunkPlan
 
 TRANSFER = "ab" * 16
@@ -48,8 +51,13 @@ def test_one_flipped_bit_is_found_and_no_page_is_touched(position: int) -> None:
     slot[position] ^= 1
     pool = np.full(64, 7, dtype=np.uint8)
     source = SegmentSource(ChunkPlan((), (), 0, 0, 0), ())
-    with pytest.raises(IntegrityError):
-        land_segment(pool, source, notice, slot, must_verify=True)
+    mover = RowMover(1, "test-mover")
+    executor = HostExecutor(mover, pool, lambda _slot: slot)
+    executor.scatter(Move(1, source, 0, CancelFlag()), 5, partial(check_segment, notice, slot))
+    assert select.select([mover.fileno()], [], [], 10.0)[0]
+    (moved,) = mover.poll()
+    mover.close()
+    assert moved.is_corrupt
     assert (pool == 7).all()
 
 

@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 
 from kvxfer.errors import LayoutError
-from kvxfer.operations import CancelFlag
-from kvxfer.row_mover import Moved, RowMover
+from kvxfer.operations import CancelFlag, Moved
+from kvxfer.row_mover import RowMover
 
 
 class _Move:

@@ -17,10 +17,12 @@ from kvxfer.control.messages import (
 from kvxfer.control.peer_channel import load_credentials
 from kvxfer.decode.actions import Notify, PairWith, Pull, Scatter, SendToPeer
 from kvxfer.decode.core import SHUTDOWN_DETAIL, DecodeCore
-from kvxfer.decode.landing import land_segment, pull_segment
+from kvxfer.decode.landing import pull_segment
 from kvxfer.decode.links import SourceLinks
 from kvxfer.errors import RefusedError, TransportError
+from kvxfer.integrity import check_segment
 from kvxfer.layout import PoolLayout, Shard
+from kvxfer.operations import Move
 from kvxfer.ops.config import DecodeConfig
 from kvxfer.ops.figures import AgentFigures
 from kvxfer.sidecar import Sidecar
@@ -178,12 +180,11 @@ class DecodeAgent:
                         self._pull(action, now)
 
     def _scatter(self, scatter: Scatter) -> None:
-        source = scatter.source
-        slot = self._sidecar.slots.view(scatter.slot)
-        pool = self._sidecar.pool_array()
-        must_verify = self._verify or bool(scatter.notice.checksum)
-        move = partial(land_segment, pool, source, scatter.notice, slot, must_verify)
-        self._sidecar.mover.submit(scatter.operation, scatter.segment, scatter.cancel, move)
+        look = None
+        if self._verify or scatter.notice.checksum:
+            look = partial(check_segment, scatter.notice, self._sidecar.slots.view(scatter.slot))
+        move = Move(scatter.operation, scatter.source, scatter.segment, scatter.cancel)
+        self._sidecar.rows.scatter(move, scatter.slot, look)
 
     def _pull(self, pull: Pull, now: float) -> None:
         shared = self._links.shared_pool(pull.peer)

@@ -7,7 +7,6 @@ from functools import partial
 
 import numpy as np
 
-from kvxfer.addresses import BlockAddresses
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import (
     AbortTransfer,
@@ -25,6 +24,7 @@ from kvxfer.control.peer_channel import PeerListener, load_credentials
 from kvxfer.errors import RefusedError, TransportError
 from kvxfer.integrity import digest
 from kvxfer.layout import PoolLayout
+from kvxfer.operations import Move
 from kvxfer.ops.config import PrefillConfig
 from kvxfer.ops.figures import AgentFigures
 from kvxfer.prefill.actions import Gather, Notify, SendToPeer, Write
@@ -33,8 +33,6 @@ from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.leg import Mode
 from kvxfer.prefill.links import PeerLinks
 from kvxfer.prefill.pull_server import PullServer
-from kvxfer.rows_host import ByteArray, gather_segment
-from kvxfer.segments import ChunkPlan
 from kvxfer.sidecar import Sidecar
 from kvxfer.slots import SENDER_MOVES, SlotTable
 from kvxfer.transfer import Reason
@@ -232,12 +230,12 @@ class PrefillAgent:
                         self._write(action, now)
 
     def _gather(self, gather: Gather) -> None:
-        source = gather.source
-        slot = self._sidecar.slots.view(gather.slot)
-        pool = self._sidecar.pool_array()
-        pack = _pack_with_digest if gather.wants_digest else gather_segment
-        move = partial(pack, pool, source.plan, source.addresses, gather.segment, slot)
-        self._sidecar.mover.submit(gather.operation, gather.segment, gather.cancel, move)
+        look = None
+        if gather.wants_digest:
+            first_byte, end_byte = gather.source.plan.segment_range(gather.segment)
+            look = partial(digest, self._sidecar.slots.view(gather.slot)[: end_byte - first_byte])
+        move = Move(gather.operation, gather.source, gather.segment, gather.cancel)
+        self._sidecar.rows.gather(move, gather.slot, look)
 
     def _write(self, write: Write, now: float) -> None:
         """Post a write, unless its leg was stopped just now."""
@@ -287,11 +285,3 @@ class PrefillAgent:
             elif completion.outcome is Outcome.UNKNOWN and write.runs is not None:
                 self._may_read_pool = True
             self._core.write_ended(write.operation, completion.outcome, completion.detail, now)
-
-
-def _pack_with_digest(
-    pool: ByteArray, plan: ChunkPlan, addresses: tuple[BlockAddresses, ...], segment_idx: int, slot: ByteArray
-) -> bytes:
-    """`gather_segment`, and the digest of what it has packed."""
-    num_bytes = gather_segment(pool, plan, addresses, segment_idx, slot)
-    return digest(slot[:num_bytes])
