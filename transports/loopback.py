@@ -6,7 +6,6 @@ needs no engine, works inside one process too, and is the transport that tests a
 
 from __future__ import annotations
 
-import ctypes
 import heapq
 import itertools
 import math
@@ -16,12 +15,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import msgspec
 
 from kvxfer.errors import PeerLostError, RegistrationError
 from kvxfer.transports._completions import CompletionQueue
+from kvxfer.transports._loopback_copies import CopyThreads
 from kvxfer.transports._loopback_peer import LoopbackPeer
 from kvxfer.transports._metadata import Metadata, PublishedRegion, decode_metadata, encode_metadata
 from kvxfer.transports._regions import Entries, check_new_region, checked_entries
@@ -39,11 +40,8 @@ from kvxfer.transports.base import (
 _NAME = "loopback"
 _Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
-# Copies shorter than this keep the interpreter's lock: handing it over costs more than the copy.
-_HELD_COPY_BYTES = 1 << 16
-_held_memmove = ctypes.PyDLL(None).memmove
-_held_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_held_memmove.restype = None
+_PositiveRate = Annotated[float, msgspec.Meta(gt=0.0)]
+_CopyThreads = Annotated[int, msgspec.Meta(ge=1, le=64)]
 
 
 class LoopbackFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,21 +63,22 @@ class LoopbackFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     late_s: _Seconds = 0.1
 
 
-class LoopbackPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A wire: a write holds it for max(descriptors * `descriptor_s`, bytes / `bytes_per_s`), one after another."""
-
-    descriptor_s: _Seconds = 0.0
-    bytes_per_s: Annotated[float, msgspec.Meta(gt=0.0)] = math.inf
-
-    def wire_s(self, entries: Entries) -> float:
-        return max(entries.num_entries * self.descriptor_s, entries.num_bytes / self.bytes_per_s)
-
-
 class LoopbackOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """No faults and no pace unless asked for."""
+    """No faults, a wire without limits, and one thread that copies, unless asked for.
+
+    A write holds the wire for max(descriptors * `descriptor_s`, bytes / `wire_bytes_per_s`), one after another, and
+    is reported no earlier. Its bytes are copied meanwhile by `num_copy_threads` threads; a wire that is faster than
+    they are is as fast as they are.
+    """
 
     faults: LoopbackFaults | None = None
-    pace: LoopbackPace | None = None
+    descriptor_s: _Seconds = 0.0
+    wire_bytes_per_s: _PositiveRate = math.inf
+    num_copy_threads: _CopyThreads = 1
+
+    def wire_s(self, entries: Entries) -> float:
+        """Seconds for which a write holds the wire."""
+        return max(entries.num_entries * self.descriptor_s, entries.num_bytes / self.wire_bytes_per_s)
 
 
 @dataclass(slots=True)
@@ -92,7 +91,7 @@ class _Write:
 
 
 class LoopbackTransport:
-    """`Transport` over shared memory. Owns one thread, one eventfd, and the mappings of its peers' regions."""
+    """`Transport` over shared memory. Owns its threads, one eventfd, and the mappings of its peers' regions."""
 
     name = _NAME
     limits = Limits(
@@ -106,18 +105,18 @@ class LoopbackTransport:
         options = options or LoopbackOptions()
         self.counters = Counters()
         self._faults = options.faults or LoopbackFaults()
-        self._pace = options.pace or LoopbackPace()
+        self._options = options
         self._random = random.Random(self._faults.seed)
         self._ids = itertools.count(1)
         self._regions: dict[int, Region] = {}
         self._peers: dict[str, LoopbackPeer] = {}
         self._completions = CompletionQueue()
-        self._changed = threading.Condition()  # guards the schedule
-        self._moving = threading.Lock()  # held while bytes move: whoever holds it can end writes for good
+        self._changed = threading.Condition()  # guards the schedule, the ends of writes and the counters
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._writes: dict[int, _Write] = {}  # not finished with: neither reported nor still able to move bytes
         self._wire_free_at_s = 0.0
         self._closed = False
+        self._copies = CopyThreads(options.num_copy_threads, "loopback-copy")
         self._thread = threading.Thread(target=self._run, name="loopback", daemon=True)
         self._thread.start()
 
@@ -156,7 +155,7 @@ class LoopbackTransport:
         dropped = self._peers.pop(peer, None)
         if dropped is None:
             return
-        with self._moving:
+        with self._copies.paused():
             self._end_all("the peer was dropped", dropped)
             dropped.close()
 
@@ -169,7 +168,6 @@ class LoopbackTransport:
         with self._changed:
             self._writes[write.write_id] = write
             self._plan(write)
-            self._changed.notify()
         return write.write_id
 
     def poll(self) -> list[Completion]:
@@ -183,19 +181,20 @@ class LoopbackTransport:
 
     def rotate(self) -> None:
         """End the writes that a fault holds; the others had not begun and go on."""
-        with self._moving:
-            for write in [write for write in self._writes.values() if write.held_by_fault]:
+        with self._copies.paused():
+            for write in [write for write in list(self._writes.values()) if write.held_by_fault]:
                 self._finish(write, Outcome.UNKNOWN, "the transport was rotated before the write had ended")
             self.counters.num_rotations += 1
 
     def close(self) -> None:
         if self._closed:
             return
-        with self._moving:
+        with self._copies.paused():
             self._end_all("the transport was closed")
         with self._changed:
             self._closed = True
             self._changed.notify()
+        self._copies.close()
         self._thread.join()
         for peer in self._peers.values():
             peer.close()
@@ -212,20 +211,27 @@ class LoopbackTransport:
             return
         if fate == "late":
             self._report(write, Outcome.UNKNOWN, "injected: reported before it moved")
-            self._at(now_s + self._faults.late_s, lambda: self._move(write, write.entries))
+            gone = partial(self._finish, write, Outcome.UNKNOWN, "")  # what was reported already is not again
+            self._at(now_s + self._faults.late_s, partial(self._begin, write, write.entries, gone))
             return
         if fate == "fail":
-            self._at(now_s + delay_s, lambda: self._finish(write, Outcome.FAILED, "injected failure"))
+            self._at(now_s + delay_s, partial(self._finish, write, Outcome.FAILED, "injected failure"))
             return
-        self._wire_free_at_s = max(now_s, self._wire_free_at_s) + self._pace.wire_s(write.entries)
-        ends_at_s = self._wire_free_at_s + delay_s
-        if fate == "truncate":
-            half = write.entries.part(0, write.entries.num_entries // 2)
-            self._at(ends_at_s, lambda: self._move(write, half, Outcome.FAILED, "injected: only a part moved"))
-            return
+        self._wire_free_at_s = max(now_s, self._wire_free_at_s) + self._options.wire_s(write.entries)
+        due_s = self._wire_free_at_s + delay_s
+        end = partial(self._finish, write, Outcome.DONE, "")
         if fate == "duplicate":
-            self._at(now_s, lambda: self._copy(write, write.entries))
-        self._at(ends_at_s, lambda: self._move(write, write.entries, Outcome.DONE))
+            again = partial(self._begin, write, write.entries, end)
+            self._begin(write, write.entries, partial(self._at, due_s, again))
+        elif fate == "truncate":
+            half = write.entries.part(0, write.entries.num_entries // 2)
+            fail = partial(self._finish, write, Outcome.FAILED, "injected: only a part moved")
+            self._at(due_s, partial(self._begin, write, half, fail))
+        elif delay_s > 0.0:
+            self._at(due_s, partial(self._begin, write, write.entries, end))
+        else:
+            # While the write holds the wire, or waits for it: nobody looks at the target before it is reported.
+            self._begin(write, write.entries, partial(self._at, due_s, end))
 
     def _draw_fate(self) -> str:
         left = self._random.random()
@@ -236,12 +242,19 @@ class LoopbackTransport:
         return "done"
 
     def _at(self, due_s: float, action: Callable[[], object]) -> None:
-        heapq.heappush(self._due, (due_s, next(self._ids), action))
+        """Let the schedule's thread call `action` when it is due; at once where it is due already."""
+        if due_s <= time.monotonic():
+            action()
+            return
+        with self._changed:
+            entry = (due_s, next(self._ids), action)
+            heapq.heappush(self._due, entry)
+            if self._due[0] is entry:
+                self._changed.notify()
 
     def _run(self) -> None:
         while (action := self._next_action()) is not None:
-            with self._moving:
-                action()
+            action()
 
     def _next_action(self) -> Callable[[], object] | None:
         """Wait for the next due action; None once the transport is closed."""
@@ -253,34 +266,35 @@ class LoopbackTransport:
                 self._changed.wait(wait_s)
         return None
 
-    def _move(self, write: _Write, entries: Entries, outcome: Outcome = Outcome.UNKNOWN, detail: str = "") -> None:
-        if self._copy(write, entries):
-            self._finish(write, outcome, detail)
+    def _begin(self, write: _Write, entries: Entries, then: Callable[[], object]) -> None:
+        """Move `entries`, then call `then`, unless the write has been ended or its peer has died meanwhile."""
 
-    def _copy(self, write: _Write, entries: Entries) -> bool:
-        """Move `entries` unless the write has been ended or its peer has died; whether they moved."""
-        if write.write_id not in self._writes:
-            return False
-        if write.peer.is_dead():
-            self._finish(write, Outcome.FAILED, f"process {write.peer.pid} of the peer has ended")
-            return False
-        started_s = time.perf_counter()
-        for src, dst, length in zip(entries.src.tolist(), entries.dst.tolist(), entries.lengths.tolist(), strict=True):
-            (_held_memmove if length < _HELD_COPY_BYTES else ctypes.memmove)(dst, src, length)
-        self.counters.post_s += time.perf_counter() - started_s
-        return True
+        def is_wanted() -> bool:
+            return write.write_id in self._writes and not write.peer.is_dead()
+
+        def on_end(all_moved: bool, busy_s: float) -> None:
+            with self._changed:
+                self.counters.post_s += busy_s
+            if all_moved:
+                then()
+            else:
+                self._finish(write, Outcome.FAILED, f"process {write.peer.pid} of the peer has ended")
+
+        self._copies.submit(entries, is_wanted, on_end)
 
     def _finish(self, write: _Write, outcome: Outcome, detail: str) -> None:
+        """End a write for good, unless it has ended."""
         if self._writes.pop(write.write_id, None) is not None:
             self._report(write, outcome, detail)
 
     def _report(self, write: _Write, outcome: Outcome, detail: str) -> None:
-        if write.reported:
-            return
-        write.reported = True
-        self.counters.count(outcome, write.entries.num_entries, write.entries.num_bytes)
+        with self._changed:
+            if write.reported:
+                return
+            write.reported = True
+            self.counters.count(outcome, write.entries.num_entries, write.entries.num_bytes)
         self._completions.put(Completion(write.write_id, outcome, detail))
 
     def _end_all(self, detail: str, peer: LoopbackPeer | None = None) -> None:
-        for write in [write for write in self._writes.values() if peer is None or write.peer is peer]:
+        for write in [write for write in list(self._writes.values()) if peer is None or write.peer is peer]:
             self._finish(write, Outcome.FAILED, detail)

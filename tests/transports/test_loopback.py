@@ -16,7 +16,7 @@ import pytest
 from kvxfer.errors import BoundsError, PeerLostError, RegistrationError
 from kvxfer.memory import HostMemory
 from kvxfer.transports import Outcome, Region, RegionDescriptor, WriteBatch
-from kvxfer.transports.loopback import LoopbackFaults, LoopbackOptions, LoopbackPace, LoopbackTransport
+from kvxfer.transports.loopback import LoopbackFaults, LoopbackOptions, LoopbackTransport
 
 _BYTES = 1 << 20
 
@@ -24,13 +24,13 @@ _BYTES = 1 << 20
 class Lane:
     """A transport that writes from `source` to `target`, both in this process."""
 
-    def __init__(self, options: LoopbackOptions) -> None:
-        self.source = HostMemory.create(_BYTES, "source")
-        self.target = HostMemory.create(_BYTES, "target")
+    def __init__(self, options: LoopbackOptions, num_bytes: int = _BYTES) -> None:
+        self.source = HostMemory.create(num_bytes, "source")
+        self.target = HostMemory.create(num_bytes, "target")
         self.source.array[:] = 1
         self.transport = LoopbackTransport(options)
-        self.transport.register(Region(self.source.address, _BYTES, self.source.fd))
-        self.region = self.transport.register(Region(self.target.address, _BYTES, self.target.fd))
+        self.transport.register(Region(self.source.address, num_bytes, self.source.fd))
+        self.region = self.transport.register(Region(self.target.address, num_bytes, self.target.fd))
         self.transport.add_peer("self", self.transport.metadata())
 
     def write(self, first: int = 0, count: int = 1, length: int = _BYTES) -> int:
@@ -52,16 +52,19 @@ class Lane:
         self.target.close()
 
 
+MakeLane = Callable[..., Lane]
+
+
 def _words(values: Iterable[int]) -> npt.NDArray[np.uint64]:
     return np.array(list(values), dtype=np.uint64)
 
 
 @pytest.fixture
-def make_lane() -> Iterator[Callable[[LoopbackOptions], Lane]]:
+def make_lane() -> Iterator[MakeLane]:
     lanes: list[Lane] = []
 
-    def make(options: LoopbackOptions) -> Lane:
-        lanes.append(Lane(options))
+    def make(options: LoopbackOptions, num_bytes: int = _BYTES) -> Lane:
+        lanes.append(Lane(options, num_bytes))
         return lanes[-1]
 
     yield make
@@ -71,9 +74,6 @@ def make_lane() -> Iterator[Callable[[LoopbackOptions], Lane]]:
 
 def _faulty(faults: LoopbackFaults) -> LoopbackOptions:
     return LoopbackOptions(faults=faults)
-
-
-MakeLane = Callable[[LoopbackOptions], Lane]
 
 
 def test_a_dropped_write_ends_as_unknown_by_rotate_alone(make_lane: MakeLane) -> None:
@@ -152,17 +152,17 @@ def test_the_same_seed_draws_the_same_fates(make_lane: MakeLane) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pace", "count", "length", "expected_s"),
+    ("options", "count", "length", "expected_s"),
     [
-        (LoopbackPace(bytes_per_s=10e6), 1, 1_000_000, 0.1),
-        (LoopbackPace(descriptor_s=0.001), 100, 10, 0.1),
-        (LoopbackPace(descriptor_s=0.001, bytes_per_s=1e9), 100, 10_000, 0.1),
+        (LoopbackOptions(wire_bytes_per_s=10e6), 1, 1_000_000, 0.1),
+        (LoopbackOptions(descriptor_s=0.001), 100, 10, 0.1),
+        (LoopbackOptions(descriptor_s=0.001, wire_bytes_per_s=1e9), 100, 10_000, 0.1),
     ],
 )
 def test_a_paced_write_takes_the_longer_of_its_descriptors_and_its_bytes(
-    make_lane: MakeLane, pace: LoopbackPace, count: int, length: int, expected_s: float
+    make_lane: MakeLane, options: LoopbackOptions, count: int, length: int, expected_s: float
 ) -> None:
-    lane = make_lane(LoopbackOptions(pace=pace))
+    lane = make_lane(options)
     started_s = time.monotonic()
     lane.write(count=count, length=length)
     assert set(lane.ends(1).values()) == {Outcome.DONE}
@@ -170,7 +170,7 @@ def test_a_paced_write_takes_the_longer_of_its_descriptors_and_its_bytes(
 
 
 def test_paced_writes_hold_the_wire_one_after_another(make_lane: MakeLane) -> None:
-    lane = make_lane(LoopbackOptions(pace=LoopbackPace(bytes_per_s=20e6)))
+    lane = make_lane(LoopbackOptions(wire_bytes_per_s=20e6))
     started_s = time.monotonic()
     write_ids = [lane.write() for _ in range(3)]
     assert list(lane.ends(3)) == write_ids
@@ -178,6 +178,34 @@ def test_paced_writes_hold_the_wire_one_after_another(make_lane: MakeLane) -> No
     lane.write()
     lane.transport.rotate()
     assert set(lane.ends(1).values()) == {Outcome.DONE}
+
+
+def test_several_threads_copy_one_write_and_several_writes(make_lane: MakeLane) -> None:
+    lane = make_lane(LoopbackOptions(num_copy_threads=3), 16 << 20)
+    lane.source.array[:] = np.random.default_rng(1).integers(1, 256, lane.source.num_bytes, dtype=np.uint8)
+    sizes = [(5 << 20) + 7, (1 << 20) - 1, 1 << 20, 3, 2 << 20, 70_000]  # each cut up another way, or not at all
+    firsts = np.cumsum([0, *(size + 1 for size in sizes)])[:-1].tolist()
+    write_ids = {lane.write(first=first, length=size) for first, size in zip(firsts, sizes, strict=True)}
+    assert lane.ends(len(sizes)) == dict.fromkeys(write_ids, Outcome.DONE)
+    expected = np.zeros(lane.source.num_bytes, dtype=np.uint8)
+    for first, size in zip(firsts, sizes, strict=True):
+        expected[first : first + size] = lane.source.array[first : first + size]
+    assert np.array_equal(lane.target.array, expected)
+    assert lane.transport.counters.num_bytes == sum(sizes)
+
+
+def test_a_peer_that_is_dropped_while_threads_copy_is_written_to_no_more(make_lane: MakeLane) -> None:
+    lane = make_lane(LoopbackOptions(num_copy_threads=2), 16 << 20)
+    write_ids = {lane.write(length=16 << 20) for _ in range(8)}
+    lane.transport.drop_peer("self")
+    found = lane.target.array.copy()
+    lane.source.array[:] = 3
+    ended = lane.ends(8)
+    assert set(ended) == write_ids
+    assert set(ended.values()) <= {Outcome.DONE, Outcome.FAILED}
+    assert Outcome.FAILED in ended.values()
+    time.sleep(0.05)
+    assert np.array_equal(lane.target.array, found)
 
 
 def test_a_region_that_is_not_the_whole_memfd_is_refused(make_lane: MakeLane) -> None:

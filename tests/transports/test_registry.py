@@ -29,7 +29,7 @@ from kvxfer.transports._nixl_engine import NixlOptions, has_rdma_device, load_bi
         ("nixl", "127.0.0.1", {"interfaces": "lo"}, r"options of transport 'nixl': .* unknown field `interfaces`"),
         ("mooncake", "127.0.0.1", {"protocol": "ucx"}, "options of transport 'mooncake': Invalid enum value 'ucx'"),
         ("loopback", "127.0.0.1", {"faults": {"drop": 2}}, r"options of transport 'loopback': .*\$.faults.drop"),
-        ("loopback", "127.0.0.1", {"pace": {"bytes_per_s": 0}}, r"\$.pace.bytes_per_s"),
+        ("loopback", "127.0.0.1", {"wire_bytes_per_s": 0}, r"\$.wire_bytes_per_s"),
     ],
 )
 def test_a_wrong_name_host_or_option_is_named(
