@@ -1,0 +1,196 @@
+"""Orders of a segment against the host packer: executed row by row they move the very same bytes."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.errors import LayoutError
+from kvxfer.layout import Placement, Shard, StatePart, TokenRange
+from kvxfer.rows_copy import copy_part
+from kvxfer.rows_host import gather_segment, scatter_segment
+from kvxfer.streams.ring import LINEAR, MAX_SPANS, MemoryIndex
+from kvxfer.streams.spans import Order, PoolSide, SlotSide, segment_orders
+from kvxfer.wire import BlockAddresses, ChunkPlan, match_layouts, plan_chunk, resolve
+from tests.wire_world import Geometry, GroupSpec, Worker, make_layout, make_worker
+
+PEER = 2
+PARTS = (StatePart("conv", 36), StatePart("ssm", 9000, split=True))
+SPECS = (
+    GroupSpec("kv", Placement.SHARDED, 3, 24),
+    GroupSpec("scales", Placement.SHARDED, 3, 7),
+    GroupSpec("draft", Placement.REPLICATED, 1, 48),
+    GroupSpec("state", Placement.STATE, 2, parts=PARTS),
+)
+
+
+def execute(order: Order, memories: dict[int, np.ndarray]) -> None:
+    """Row by row, byte by byte as the words say."""
+    assert len(order.spans) <= MAX_SPANS
+    for span in order.spans:
+        for row in range(span.num_rows):
+            places = []
+            for first_byte, table in ((span.src_first_byte, span.src_table), (span.dst_first_byte, span.dst_table)):
+                offset = row * span.row_bytes if table == LINEAR else int(order.offsets[table + row])
+                places.append(first_byte + offset)
+            src, dst = places
+            assert src % span.word_bytes == dst % span.word_bytes == span.row_bytes % span.word_bytes == 0
+            memories[span.dst_memory][dst : dst + span.row_bytes] = memories[span.src_memory][
+                src : src + span.row_bytes
+            ]
+
+
+def widest_word(order: Order) -> bool:
+    """Whether no span could have wider words."""
+    for span in order.spans:
+        numbers = [span.row_bytes]
+        for first_byte, table in ((span.src_first_byte, span.src_table), (span.dst_first_byte, span.dst_table)):
+            rows = range(span.num_rows)
+            numbers += [first_byte + (int(order.offsets[table + i]) if table != LINEAR else 0) for i in rows]
+        wider = span.word_bytes * 2
+        if wider <= 16 and all(number % wider == 0 for number in numbers):
+            return False
+    return True
+
+
+def both_sides(
+    src_geometry: Geometry, dst_geometry: Geometry, dst_size: int, num_tokens: int, segment_bytes: int, seed: int
+) -> tuple[ChunkPlan, Worker, tuple[BlockAddresses, ...], Worker, tuple[BlockAddresses, ...]]:
+    """A random source pool, a poisoned destination, the plan of one leg and its addresses on both sides."""
+    rng = random.Random(seed)
+    src_layout = make_layout(SPECS, src_geometry, 80, Shard())
+    dst_layout = make_layout(SPECS, dst_geometry, 80, Shard(seed % dst_size, dst_size))
+    ranges = tuple(TokenRange(0, 1 if spec.placement is Placement.STATE else num_tokens) for spec in SPECS)
+    src, dst = make_worker(src_layout, ranges, rng), make_worker(dst_layout, ranges, rng)
+    src.pool[:] = np.random.default_rng(seed).integers(0, 256, src.pool.size)
+    route = match_layouts(src_layout, dst_layout, seed % dst_size, dst_size)
+    plan = plan_chunk(route, ranges, ranges, ((),) * len(ranges), None, segment_bytes)
+    src_addresses = resolve(plan, route, "src", src_layout, tuple(src.table(i, r) for i, r in enumerate(ranges)))
+    dst_addresses = resolve(plan, route, "dst", dst_layout, tuple(dst.table(i, r) for i, r in enumerate(ranges)))
+    return plan, src, src_addresses, dst, dst_addresses
+
+
+GEOMETRY = st.builds(
+    Geometry,
+    page_tokens=st.sampled_from([1, 4, 64]),
+    order=st.sampled_from(["layer_major", "page_major"]),
+    pad_bytes=st.sampled_from([0, 0, 1, 8]),
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    src_geometry=GEOMETRY,
+    dst_geometry=GEOMETRY,
+    dst_size=st.sampled_from([1, 3, 4]),
+    num_tokens=st.sampled_from([1, 5, 40, 64]),
+    segment_bytes=st.sampled_from([4096, 4500, 1 << 20]),
+    max_offsets=st.sampled_from([1, 7, 50, 10_000]),
+    slot_first_byte=st.sampled_from([0, 4096, 4500]),
+    seed=st.integers(0, 99),
+)
+def test_orders_move_what_the_host_packer_moves(
+    src_geometry: Geometry,
+    dst_geometry: Geometry,
+    dst_size: int,
+    num_tokens: int,
+    segment_bytes: int,
+    max_offsets: int,
+    slot_first_byte: int,
+    seed: int,
+) -> None:
+    plan, src, src_addresses, dst, dst_addresses = both_sides(
+        src_geometry, dst_geometry, dst_size, num_tokens, segment_bytes, seed
+    )
+    packed, landed, pulled = dst.pool.copy(), dst.pool.copy(), dst.pool.copy()
+    slots = np.full(slot_first_byte + segment_bytes + 16, 0x5A, dtype=np.uint8)
+    slot_side = SlotSide(MemoryIndex.SLOTS, segment_bytes, slot_first_byte)
+    src_side = PoolSide(MemoryIndex.POOL, src.pool.size, src_addresses)
+    dst_side = PoolSide(MemoryIndex.POOL, dst.pool.size, dst_addresses)
+    for segment in range(plan.num_segments):
+        expected = np.full_like(slots, 0x5A)
+        num_bytes = gather_segment(src.pool, plan, src_addresses, segment, expected[slot_first_byte:])
+        slots[:] = 0x5A
+        for order in segment_orders(plan, segment, src_side, slot_side, max_offsets):
+            assert order.offsets.size <= max_offsets
+            assert widest_word(order)
+            execute(order, {MemoryIndex.POOL: src.pool, MemoryIndex.SLOTS: slots})
+        np.testing.assert_array_equal(slots, expected)
+        slot = slots[slot_first_byte : slot_first_byte + num_bytes]
+        scatter_segment(packed, plan, dst_addresses, segment, slot)
+        for order in segment_orders(plan, segment, slot_side, dst_side, max_offsets):
+            assert order.offsets.size <= max_offsets
+            execute(order, {MemoryIndex.POOL: landed, MemoryIndex.SLOTS: slots})
+        np.testing.assert_array_equal(landed, packed)
+        peer_side = PoolSide(PEER, src.pool.size, src_addresses)
+        for order in segment_orders(plan, segment, peer_side, dst_side, max_offsets):
+            assert order.offsets.size <= max_offsets
+            execute(order, {MemoryIndex.POOL: pulled, PEER: src.pool})
+    copied = dst.pool.copy()
+    copy_part(src.pool, src_addresses, copied, dst_addresses, plan, 0, 1)
+    np.testing.assert_array_equal(pulled, copied)
+    np.testing.assert_array_equal(landed, copied)
+
+
+def plan_of(num_tokens: int, row_bytes: int, num_layers: int) -> ChunkPlan:
+    layout = make_layout((GroupSpec("kv", Placement.SHARDED, num_layers, row_bytes),), Geometry(4), 1000, Shard())
+    ranges = (TokenRange(0, num_tokens),)
+    return plan_chunk(match_layouts(layout, layout, 0, 1), ranges, ranges, ((),), None, 1 << 30)
+
+
+def addresses_of(offsets: list[int], row_bytes: int, layer_stride_bytes: int) -> tuple[BlockAddresses, ...]:
+    return (BlockAddresses(0, layer_stride_bytes, np.array(offsets, dtype=np.int64), row_bytes),)
+
+
+def test_layers_share_one_table() -> None:
+    plan = plan_of(3, 16, 5)
+    side = PoolSide(MemoryIndex.POOL, 1 << 20, addresses_of([64, 0, 160], 16, 4096))
+    (order,) = segment_orders(plan, 0, side, SlotSide(MemoryIndex.SLOTS, 1 << 20, 0), 3)
+    assert order.offsets.tolist() == [64, 0, 160]
+    assert [span.src_first_byte for span in order.spans] == [layer * 4096 for layer in range(5)]
+    assert {span.word_bytes for span in order.spans} == {16}
+
+
+def test_rows_that_touch_need_no_table() -> None:
+    """A state blob of many rows, say."""
+    plan = plan_of(500, 4, 2)
+    side = PoolSide(MemoryIndex.POOL, 1 << 20, addresses_of(list(range(8, 2008, 4)), 4, 4096))
+    (order,) = segment_orders(plan, 0, side, SlotSide(MemoryIndex.SLOTS, 1 << 20, 0), 1)
+    assert order.offsets.size == 0
+    assert [(span.src_first_byte, span.src_table) for span in order.spans] == [(8, LINEAR), (4104, LINEAR)]
+
+
+def test_more_layers_than_spans_are_folded() -> None:
+    plan = plan_of(2, 8, MAX_SPANS + 1)
+    side = PoolSide(MemoryIndex.POOL, 1 << 20, addresses_of([0, 80], 8, 4096))
+    slot_side = SlotSide(MemoryIndex.SLOTS, 1 << 20, 0)
+    (order,) = segment_orders(plan, 0, side, slot_side, 1000)
+    assert [span.num_rows for span in order.spans] == [2 * (MAX_SPANS + 1)]
+    assert len(segment_orders(plan, 0, side, slot_side, 100)) == 2
+
+
+@pytest.mark.parametrize("bad_offset", [-16, 4096 - 8, 1 << 62])
+@pytest.mark.parametrize("num_layers", [1, MAX_SPANS + 1])
+def test_rows_outside_the_pool_are_refused(bad_offset: int, num_layers: int) -> None:
+    plan = plan_of(2, 16, num_layers)
+    slot_side = SlotSide(MemoryIndex.SLOTS, 1 << 20, 0)
+    fits = PoolSide(MemoryIndex.POOL, 4096, addresses_of([0, 4096 - 16], 16, 0))
+    assert segment_orders(plan, 0, fits, slot_side, 1000)
+    side = PoolSide(MemoryIndex.POOL, 4096, addresses_of([0, bad_offset], 16, 0))
+    with pytest.raises(LayoutError, match="expected 0 to 4080: rows of 16 bytes in a pool of 4096 bytes"):
+        segment_orders(plan, 0, side, slot_side, 1000)
+    with pytest.raises(LayoutError, match="expected 0 to 4080"):
+        segment_orders(plan, 0, slot_side, side, 1000)
+
+
+@pytest.mark.parametrize("num_layers", [1, MAX_SPANS + 1])
+def test_a_segment_larger_than_its_slot_is_refused(num_layers: int) -> None:
+    plan = plan_of(2, 16, num_layers)
+    side = PoolSide(MemoryIndex.POOL, 1 << 20, addresses_of([0, 160], 16, 256))
+    too_small = SlotSide(MemoryIndex.SLOTS, 32 * num_layers - 1, 64)
+    with pytest.raises(LayoutError, match=f"expected at least {32 * num_layers} for the segment"):
+        segment_orders(plan, 0, side, too_small, 1000)
