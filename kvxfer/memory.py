@@ -69,16 +69,19 @@ class HostMemory:
             raise
 
     @classmethod
-    def attach(cls, fd: int, num_bytes: int) -> Self:
-        """Map memory that another process created. Takes over `fd`, also when it raises.
+    def attach(cls, fd: int, num_bytes: int, what: str = "pool") -> Self:
+        """Map memory that another process created, and that errors call `what`. Takes over `fd`, also when it raises.
 
-        Raises `HandoffError` where `fd` is no memfd, could still shrink, or has another size than `num_bytes`.
+        Raises `HandoffError` where `fd` is no memfd, could still shrink, has another size than `num_bytes`, or cannot
+        be mapped.
         """
         try:
-            check_memfd(fd, num_bytes)
+            check_memfd(fd, num_bytes, what)
             return cls(fd, num_bytes)
-        except BaseException:
+        except BaseException as error:
             os.close(fd)
+            if isinstance(error, OSError | OverflowError):
+                raise HandoffError(f"{what} descriptor: cannot be mapped for reading and writing ({error})") from error
             raise
 
     @property
@@ -127,19 +130,19 @@ def _map_over(address: int, num_bytes: int, flags: int, fd: int) -> None:
         raise OSError(ctypes.get_errno(), "the mapping could not be replaced")
 
 
-def check_memfd(fd: int, num_bytes: int) -> None:
+def check_memfd(fd: int, num_bytes: int, what: str = "pool") -> None:
     """Raise `HandoffError` unless `fd` is a memfd of exactly `num_bytes` that can neither grow nor shrink."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise HandoffError(
-            f"pool descriptor: got a file that has no seals ({error.strerror}), expected a memfd"
+            f"{what} descriptor: got a file that has no seals ({error.strerror}), expected a memfd"
         ) from error
     if seals & _SIZE_SEALS != _SIZE_SEALS:
         raise HandoffError(
-            f"pool descriptor: got seals {seals:#x}, expected F_SEAL_GROW and F_SEAL_SHRINK to be set: "
+            f"{what} descriptor: got seals {seals:#x}, expected F_SEAL_GROW and F_SEAL_SHRINK to be set: "
             "an unsealed memfd could be shrunk under the agent"
         )
     actual_bytes = os.fstat(fd).st_size
     if num_bytes < 1 or actual_bytes != num_bytes:
-        raise HandoffError(f"pool descriptor: got {actual_bytes} bytes, expected the announced {num_bytes}")
+        raise HandoffError(f"{what} descriptor: got {actual_bytes} bytes, expected the announced {num_bytes}")

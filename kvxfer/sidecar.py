@@ -214,7 +214,7 @@ class Sidecar:
             self._rows = None
         for pool in (self.pool, self._next_pool, self._lost_pool):
             if pool is not None:
-                pool.memory.close()
+                pool.close()
 
     def drain(self, channel: Channel, handle: Callable[[bytes, Message, int], None]) -> None:
         """Handle what `channel` holds, up to a bound, each message for itself: a bad one is logged and dropped."""
@@ -288,20 +288,19 @@ class Sidecar:
     def _take_pool(self, received: ReceivedPool) -> None:
         if self.pool is None and self._lost_pool is None:
             self.pool = received
-            self._rows = HostExecutor(self.mover, received.memory.array, lambda slot: self.slots.view(slot))
-            self.log.info(
-                "pool %s: %d bytes, %d groups", received.pool, received.memory.num_bytes, len(received.layout.groups)
-            )
+            self._rows = HostExecutor(self.mover, self.pool_array(), lambda slot: self.slots.view(slot))
+            num_groups = len(received.layout.groups)
+            self.log.info("pool %s: %d bytes, %d groups", received.pool, received.num_bytes, num_groups)
         elif self.pool is None and self._next_pool is None:
             self._next_pool = received  # waits until the last operation on the lost one has ended
         else:
             # Its worker hears of it when it attaches.
             self.log.warning("refused a second pool: this agent serves one worker")
-            received.memory.close()
+            received.close()
 
     def _lose_pool(self, pool: str, now: float) -> None:
         if self._next_pool is not None and self._next_pool.pool == pool:
-            self._next_pool.memory.close()
+            self._next_pool.close()
             self._next_pool = None
         if self.pool is None or self.pool.pool != pool:
             return
@@ -318,7 +317,7 @@ class Sidecar:
             return
         self.rows.close()
         self._rows = None
-        self._lost_pool.memory.close()
+        self._lost_pool.close()
         self._lost_pool = None
         if self._next_pool is not None:
             received, self._next_pool = self._next_pool, None
@@ -335,6 +334,7 @@ class Sidecar:
         return self._rows
 
     def pool_array(self) -> ByteArray:
-        """`[pool_bytes]` uint8 of the worker's pool, also of one that was lost and is still in use."""
+        """`[pool_bytes]` uint8 of the worker's pool, also of one that was lost and is still in use; empty where none is
+        mapped."""
         pool = self.pool or self._lost_pool
-        return pool.memory.array if pool is not None else np.empty(0, dtype=np.uint8)
+        return np.empty(0, dtype=np.uint8) if pool is None or pool.memory is None else pool.memory.array

@@ -1,62 +1,59 @@
-"""Hand-off of a worker's pool to its agent over a unix socket: one sealed memfd and the layout.
+"""Hand-off of a worker's pool to its agent over a unix socket: one sealed memfd and the layout, or the layout alone.
 
-On the wire, each way: four bytes of length, big-endian, then that many bytes of msgpack. The worker sends `PoolOffer`
-and, with its first byte, the descriptor; the agent answers `PoolAccepted` or `PoolRefused`. The connection then stays
-open and silent: its end tells either side that the other is gone.
+The worker sends `PoolOffer`; the agent answers `PoolAccepted` or `PoolRefused`. With placement `agent` the pool's
+descriptor comes with the offer. With placement `worker` a stream of the worker moves the rows: the pool stays where it
+is, and with the answer come the descriptors of the ring and of the agent's slots. The connection then stays open and
+all but silent: its end tells either side that the other is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
-import struct
 import time
 import weakref
-from typing import Annotated
+from collections import deque
+from dataclasses import dataclass
 
-import msgspec
-
-from kvxfer.control.messages import Counter, Id
+from kvxfer.control.handoff_messages import (
+    FrameReader,
+    PoolOffer,
+    PoolRefused,
+    SharedStream,
+    SlotsMoved,
+    decode_word,
+    pack,
+)
 from kvxfer.control.socket_dir import HANDOFF_SOCKET, socket_path
 from kvxfer.errors import AgentLostError, ControlTimeoutError, HandoffError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
+from kvxfer.streams.ring import Ring
 
-HANDOFF_VERSION = 1
-MAX_HEADER_BYTES = 1 << 20
-LENGTH = struct.Struct("!I")
 _CONNECT_RETRY_S = 0.05
+_MAX_FRAMES_PER_LOOK = 64
 
 
-class PoolOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Worker to agent: the pool behind the descriptor has `num_bytes` and lies as `layout` says."""
+@dataclass(frozen=True, slots=True)
+class StreamMemory:
+    """What the agent shares with a stream of the worker. Owned by whoever has it; `close()` unmaps both."""
 
-    version: Counter = HANDOFF_VERSION
-    num_bytes: Counter
-    layout: PoolLayout
+    ring: Ring
+    slots: HostMemory
 
-
-class PoolAccepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="accepted"):
-    """Agent to worker: mapped; `pool` is its name from now on."""
-
-    pool: Id
+    def close(self) -> None:
+        self.ring.close()
+        self.slots.close()
 
 
-class PoolRefused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="refused"):
-    """Agent to worker: nothing was mapped."""
+@dataclass(frozen=True, slots=True)
+class MovedSlots:
+    """The agent's slots lie in `memory` from now on, mapped here; it is the receiver's. `move` counts such moves."""
 
-    detail: Annotated[str, msgspec.Meta(max_length=4000)]
-
-
-_encoder = msgspec.msgpack.Encoder()
-_reply_decoder = msgspec.msgpack.Decoder(PoolAccepted | PoolRefused)
-
-
-def pack(message: PoolOffer | PoolAccepted | PoolRefused) -> bytes:
-    """`message` as it goes over the socket, length first."""
-    body = _encoder.encode(message)
-    return LENGTH.pack(len(body)) + body
+    move: int
+    memory: HostMemory
 
 
 class HandoffConnection:
@@ -65,29 +62,69 @@ class HandoffConnection:
     `pool` is the id that the agent gave. The descriptor of the memory stays the caller's.
     """
 
-    def __init__(self, connection: socket.socket, pool: str) -> None:
-        """Take over `connection`. Use `hand_over`."""
+    def __init__(self, connection: socket.socket, reader: FrameReader, pool: str) -> None:
+        """Take over `connection` and `reader`. Use `hand_over` or `share_stream`."""
         self.pool = pool
         self._socket = connection
+        self._reader = reader
+        self._is_readable = True  # until the agent says what nobody understands
+        self._moved: deque[MovedSlots] = deque()
         self._socket.setblocking(False)
         _open_connections.add(self)
 
     def fileno(self) -> int:
-        """Readable once the agent has gone; -1 after `close()`."""
+        """Readable once the agent has gone or says something; -1 after `close()`."""
         return self._socket.fileno()
 
     def lost(self) -> bool:
-        """Whether the agent has gone. It says nothing on this connection; bytes that come all the same are ignored."""
+        """Read what is there; whether the agent has gone. What cannot be understood is ignored, also all after it.
+
+        Raises `HandoffError` for moved slots that cannot be mapped.
+        """
         try:
-            return not self._socket.recv(4096)
+            for _ in range(_MAX_FRAMES_PER_LOOK):
+                if not self._is_readable:
+                    return not self._socket.recv(4096)
+                frame = self._read()
+                if frame is None:
+                    return self._reader.is_ended
+                self._hear(frame)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
             return True
+        return False
+
+    def take_moved(self) -> MovedSlots | None:
+        """The oldest move of the slots that `lost()` has read, or None."""
+        return self._moved.popleft() if self._moved else None
 
     def close(self) -> None:
         """End the hand-over: the agent aborts what it does with the pool and unmaps it."""
+        self._reader.close()
+        for moved in self._moved:
+            moved.memory.close()
+        self._moved.clear()
         self._socket.close()
+
+    def _read(self) -> bytes | None:
+        try:
+            return self._reader.read()
+        except HandoffError:
+            self._is_readable = False
+            return None
+
+    def _hear(self, frame: bytes) -> None:
+        try:
+            word = decode_word(frame)
+        except HandoffError:
+            self._is_readable = False
+            return
+        if isinstance(word, SlotsMoved):
+            if not self._reader.fds:
+                raise HandoffError("slots descriptor: got none, expected the one of the moved slots")
+            slots = HostMemory.attach(self._reader.fds.pop(0), word.slots_bytes, "slots")
+            self._moved.append(MovedSlots(word.move, slots))
 
 
 _open_connections: weakref.WeakSet[HandoffConnection] = weakref.WeakSet()
@@ -111,34 +148,90 @@ def hand_over(
     agent refuses, `LayoutError` where `layout` goes beyond `memory`, `AgentLostError` where there is no agent or it
     hangs up, `ControlTimeoutError` where it does not answer.
     """
-    layout.check_fits(memory.num_bytes)
-    offer = pack(PoolOffer(num_bytes=memory.num_bytes, layout=layout))
+    connection, _ = _hand_over(socket_dir, PoolOffer(num_bytes=memory.num_bytes, layout=layout), [memory.fd], timeout_s)
+    return connection
+
+
+def share_stream(
+    socket_dir: str | os.PathLike[str], pool_bytes: int, layout: PoolLayout, timeout_s: float
+) -> tuple[HandoffConnection, StreamMemory]:
+    """Tell the agent at `socket_dir` of a pool of `pool_bytes` whose rows a stream of this worker moves.
+
+    What the agent shares with the stream is the caller's. Waits and raises as `hand_over`.
+    """
+    offer = PoolOffer(num_bytes=pool_bytes, layout=layout, placement="worker")
+    connection, memory = _hand_over(socket_dir, offer, [], timeout_s)
+    assert memory is not None
+    return connection, memory
+
+
+def _hand_over(
+    socket_dir: str | os.PathLike[str], offer: PoolOffer, fds: list[int], timeout_s: float
+) -> tuple[HandoffConnection, StreamMemory | None]:
+    offer.layout.check_fits(offer.num_bytes)
     deadline_s = time.monotonic() + timeout_s
     connection = _connect(str(socket_path(socket_dir, HANDOFF_SOCKET)), deadline_s)
+    reader = FrameReader(connection)
     try:
-        return HandoffConnection(connection, _exchange(connection, offer, memory.fd, deadline_s))
+        with contextlib.ExitStack() as stack:
+            stack.callback(connection.close)
+            stack.callback(reader.close)
+            pool, memory = _exchange(connection, reader, offer, fds, deadline_s)
+            stack.pop_all()
     except TimeoutError as error:
-        connection.close()
         raise ControlTimeoutError(f"hand-off: the agent at {socket_dir} gave no answer in {timeout_s} s") from error
     except OSError as error:
-        connection.close()
         raise AgentLostError(f"hand-off: the agent at {socket_dir} hung up ({error.strerror})") from error
-    except BaseException:
-        connection.close()
-        raise
+    return HandoffConnection(connection, reader, pool), memory
 
 
-def _exchange(connection: socket.socket, offer: bytes, fd: int, deadline_s: float) -> str:
-    """Send the offer, return the pool's id from the answer."""
+def _exchange(
+    connection: socket.socket, reader: FrameReader, offer: PoolOffer, fds: list[int], deadline_s: float
+) -> tuple[str, StreamMemory | None]:
+    """Send the offer; the pool's id, and what the agent shares, from the answer."""
+    _send(connection, pack(offer), fds, deadline_s)
+    word = decode_word(_receive(connection, reader, deadline_s))
+    if isinstance(word, PoolRefused):
+        raise HandoffError(word.detail)
+    if isinstance(word, SlotsMoved) or (word.stream is None) != (offer.placement == "agent"):
+        raise HandoffError(f"reply: got {word}, expected an answer to an offer with placement {offer.placement}")
+    return word.pool, None if word.stream is None else _attach_stream(reader, word.stream)
+
+
+def _send(connection: socket.socket, offer: bytes, fds: list[int], deadline_s: float) -> None:
     _set_remaining(connection, deadline_s)
     # An agent that refuses may hang up before it has read all; its answer is there to be read all the same.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        num_sent = socket.send_fds(connection, [offer], [fd])
+        num_sent = socket.send_fds(connection, [offer], fds)
         connection.sendall(offer[num_sent:])
-    reply = _receive_reply(connection, deadline_s)
-    if isinstance(reply, PoolRefused):
-        raise HandoffError(reply.detail)
-    return reply.pool
+
+
+def _receive(connection: socket.socket, reader: FrameReader, deadline_s: float) -> bytes:
+    """The agent's answer."""
+    connection.setblocking(False)
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    while (frame := reader.read()) is None:
+        if reader.is_ended:
+            raise AgentLostError("hand-off: the agent hung up without an answer")
+        remaining_s = deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError
+        poller.poll(remaining_s * 1000)
+    return frame
+
+
+def _attach_stream(reader: FrameReader, sizes: SharedStream) -> StreamMemory:
+    """Map the ring and the slots. Raises `HandoffError`; nothing is mapped then."""
+    if len(reader.fds) != 2:
+        raise HandoffError(f"reply: got {len(reader.fds)} descriptors, expected two: the ring and the slots")
+    ring = Ring.attach(reader.fds.pop(0), sizes.ring_bytes, sizes.num_lanes)
+    try:
+        slots = HostMemory.attach(reader.fds.pop(0), sizes.slots_bytes, "slots")
+    except BaseException:
+        ring.close()
+        raise
+    return StreamMemory(ring, slots)
 
 
 def _connect(path: str, deadline_s: float) -> socket.socket:
@@ -166,24 +259,3 @@ def _set_remaining(connection: socket.socket, deadline_s: float) -> None:
     if remaining_s <= 0:
         raise TimeoutError
     connection.settimeout(remaining_s)
-
-
-def _receive_reply(connection: socket.socket, deadline_s: float) -> PoolAccepted | PoolRefused:
-    (num_bytes,) = LENGTH.unpack(_receive_exactly(connection, LENGTH.size, deadline_s))
-    if num_bytes > MAX_HEADER_BYTES:
-        raise HandoffError(f"reply: got {num_bytes} bytes, expected at most {MAX_HEADER_BYTES}")
-    try:
-        return _reply_decoder.decode(_receive_exactly(connection, num_bytes, deadline_s))
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise HandoffError(f"reply: {error}") from error
-
-
-def _receive_exactly(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        _set_remaining(connection, deadline_s)
-        part = connection.recv(num_bytes - len(data))
-        if not part:
-            raise AgentLostError("hand-off: the agent hung up without an answer")
-        data += part
-    return data

@@ -11,18 +11,20 @@ import os
 import select
 import socket
 import struct
-from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
-from kvxfer.control.handoff import (
+from kvxfer.control.handoff_messages import (
     HANDOFF_VERSION,
-    LENGTH,
-    MAX_HEADER_BYTES,
+    FrameReader,
+    HandoffMessage,
     PoolAccepted,
     PoolOffer,
     PoolRefused,
+    SharedStream,
+    SlotsMoved,
     pack,
 )
 from kvxfer.control.ids import new_id
@@ -30,25 +32,38 @@ from kvxfer.control.socket_dir import HANDOFF_SOCKET, SocketClaim, group_only_um
 from kvxfer.errors import ConfigError, HandoffError, LayoutError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
+from kvxfer.streams.ring import Ring
 
 HANDOFF_TIMEOUT_S = 5.0
 """A worker that has connected must have said everything within this time."""
 MAX_CONNECTIONS = 64
 _PAUSE_S = 1.0
 _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
-_MAX_FDS = 4
 
 _offer_decoder = msgspec.msgpack.Decoder(PoolOffer)
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedPool:
-    """A worker's pool has been mapped. `memory` is the receiver's to close. `pid` is 0 for other PID namespaces."""
+    """A worker has handed over its pool of `num_bytes`. `pid` is 0 for other PID namespaces.
+
+    `memory` is a mapping of it; None where a stream of the worker moves its rows, by the orders in `ring`. Both are the
+    receiver's, who calls `close()`.
+    """
 
     pool: str
-    memory: HostMemory
+    num_bytes: int
     layout: PoolLayout
     pid: int
+    memory: HostMemory | None = None
+    ring: Ring | None = None
+
+    def close(self) -> None:
+        """Unmap the pool, or the ring. Calling it again does nothing."""
+        if self.memory is not None:
+            self.memory.close()
+        if self.ring is not None:
+            self.ring.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +81,20 @@ class LostPool:
 
 
 HandoffEvent = ReceivedPool | RefusedHandoff | LostPool
+ShareStream = Callable[[PoolLayout], tuple[Ring, HostMemory]]
+"""Makes a ring for a pool that lies so, and tells where the slots are now. The ring is the caller's, the slots are not.
+Raises `LayoutError` where the slots do not suit the layout, `OSError` where there is no memory."""
 
 
 class HandoffListener:
     """Listens at `{socket_dir}/handoff.sock` (0660) for workers of the agent's own user, or root."""
 
-    def __init__(self, socket_dir: str | os.PathLike[str]) -> None:
-        """Claim the path and listen; make the `WorkerListener` first. Raises `ConfigError`."""
+    def __init__(self, socket_dir: str | os.PathLike[str], share_stream: ShareStream | None = None) -> None:
+        """Claim the path and listen; make the `WorkerListener` first. Raises `ConfigError`.
+
+        Without `share_stream` workers are refused that want to move the rows themselves.
+        """
+        self._share_stream = share_stream
         self._claim = SocketClaim(socket_dir, HANDOFF_SOCKET, "handoff.lock")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._epoll = select.epoll()
@@ -114,6 +136,15 @@ class HandoffListener:
             if connection.pool == pool:
                 self._drop(connection)
 
+    def move_slots(self, pool: str, move: int, slots: HostMemory) -> None:
+        """Tell the worker of `pool` that the slots lie in other memory; `move` counts such moves.
+
+        Does nothing where the worker is gone, or takes nothing any more: no `SlotsMapped` comes then.
+        """
+        for connection in self._connections.values():
+            if connection.pool == pool:
+                connection.say(SlotsMoved(move=move, slots_bytes=slots.num_bytes), [slots.fd])
+
     def close(self) -> None:
         """Hang up on every worker and stop listening. Mapped pools stay with whoever has them.
 
@@ -153,13 +184,13 @@ class HandoffListener:
             self._drop(connection)  # A mapped pool's connection is silent: whatever is there to read ends it.
             return [LostPool(connection.pool)]
         try:
-            received = connection.receive()
+            received = connection.receive(self._share_stream)
         except HandoffError as error:
             return [self._refuse(connection, str(error))]
         return [] if received is None else [received]
 
     def _refuse(self, connection: _Connection, detail: str) -> RefusedHandoff:
-        connection.reply(PoolRefused(detail=detail[:2000]))
+        connection.say(PoolRefused(detail=detail[:2000]))
         self._drop(connection)
         return RefusedHandoff(detail)
 
@@ -179,74 +210,61 @@ class _Connection:
         self.pool: str | None = None
         credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
         self.pid, self.uid, _ = _PEER_CREDENTIALS.unpack(credentials)
-        self._data = bytearray()
-        self._fds: list[int] = []
+        self._reader = FrameReader(accepted)
 
-    def receive(self) -> ReceivedPool | None:
+    def receive(self, share_stream: ShareStream | None) -> ReceivedPool | None:
         """Read what is there. Raises `HandoffError` for anything that cannot become a pool."""
         try:
-            data, ancillary, flags, _ = self.socket.recvmsg(
-                self._num_missing(), socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
-            )
-        except (BlockingIOError, InterruptedError):
-            return None
+            frame = self._reader.read()
         except OSError as error:
             raise HandoffError(f"the worker hung up ({error.strerror})") from error
-        self._keep_fds(ancillary)
-        self._data += data
-        if flags & socket.MSG_CTRUNC or len(self._fds) > 1:
-            raise HandoffError(
-                "descriptors: got more than one, or more than this process may open; expected exactly one"
-            )
-        if not data:
-            raise HandoffError(f"the worker hung up after {len(self._data)} bytes")
-        return None if self._num_missing() else self._map_pool()
+        if len(self._reader.fds) > 1:
+            raise HandoffError(f"descriptors: got {len(self._reader.fds)}, expected one at most")
+        if self._reader.is_ended:
+            raise HandoffError(f"the worker hung up after {self._reader.num_bytes} bytes")
+        if frame is None:
+            return None
+        offer = _decode_offer(frame)
+        return self._map_pool(offer) if offer.placement == "agent" else self._share(offer, share_stream)
 
-    def reply(self, message: PoolAccepted | PoolRefused) -> None:
+    def say(self, message: HandoffMessage, fds: list[int] | None = None) -> None:
         """Send at once or not at all: a worker that cannot take these few bytes will see the end of the connection."""
         try:
-            self.socket.send(pack(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            socket.send_fds(self.socket, [pack(message)], fds or [], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
             return
 
     def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
+        self._reader.close()
         self.socket.close()
 
-    def _keep_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds = array("i")
-                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-                self._fds += fds
-
-    def _num_missing(self) -> int:
-        """Bytes that are still to come, as far as it is known: the length first, then the header."""
-        if len(self._data) < LENGTH.size:
-            return LENGTH.size - len(self._data)
-        (header_bytes,) = LENGTH.unpack_from(self._data)
-        if not 1 <= header_bytes <= MAX_HEADER_BYTES:
-            raise HandoffError(f"header: got a length of {header_bytes}, expected 1 to {MAX_HEADER_BYTES} bytes")
-        return LENGTH.size + int(header_bytes) - len(self._data)
-
-    def _map_pool(self) -> ReceivedPool:
-        offer = _decode_offer(self._data[LENGTH.size :])
-        if not self._fds:
-            raise HandoffError("descriptors: got none, expected exactly one")
-        fd = self._fds.pop()  # From here on it is the memory's, also when attaching raises.
-        try:
-            memory = HostMemory.attach(fd, offer.num_bytes)
-        except (OSError, OverflowError) as error:
-            raise HandoffError(f"pool descriptor: cannot be mapped for reading and writing ({error})") from error
+    def _map_pool(self, offer: PoolOffer) -> ReceivedPool:
+        if not self._reader.fds:
+            raise HandoffError("descriptors: got none, expected exactly one with placement agent, the pool")
+        memory = HostMemory.attach(self._reader.fds.pop(), offer.num_bytes)
         self.pool = new_id()
-        self._data.clear()
-        self.reply(PoolAccepted(pool=self.pool))
-        return ReceivedPool(self.pool, memory, offer.layout, self.pid)
+        self.say(PoolAccepted(pool=self.pool))
+        return ReceivedPool(self.pool, offer.num_bytes, offer.layout, self.pid, memory=memory)
+
+    def _share(self, offer: PoolOffer, share_stream: ShareStream | None) -> ReceivedPool:
+        """The pool stays the worker's; its stream gets the slots and a ring."""
+        if self._reader.fds:
+            raise HandoffError("descriptors: got one, expected none with placement worker: the pool stays the worker's")
+        if share_stream is None:
+            raise HandoffError("placement: got worker, expected agent: this agent orders no streams")
+        try:
+            ring, slots = share_stream(offer.layout)
+        except LayoutError as error:
+            raise HandoffError(f"placement worker: {error}") from error
+        except OSError as error:
+            raise HandoffError(f"placement worker: no memory for a ring ({error.strerror})") from error
+        sizes = SharedStream(ring_bytes=ring.memory.num_bytes, num_lanes=ring.num_lanes, slots_bytes=slots.num_bytes)
+        self.pool = new_id()
+        self.say(PoolAccepted(pool=self.pool, stream=sizes), [ring.memory.fd, slots.fd])
+        return ReceivedPool(self.pool, offer.num_bytes, offer.layout, self.pid, ring=ring)
 
 
-def _decode_offer(header: bytearray) -> PoolOffer:
+def _decode_offer(header: bytes) -> PoolOffer:
     try:
         offer = _offer_decoder.decode(header)
         offer.layout.check_fits(offer.num_bytes)

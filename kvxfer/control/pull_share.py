@@ -16,7 +16,6 @@ import os
 import select
 import socket
 import struct
-from array import array
 from collections import deque
 from typing import Annotated
 
@@ -24,6 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.control.handoff_messages import take_fds
 from kvxfer.control.messages import Counter, Id
 from kvxfer.control.socket_dir import SocketClaim, group_only_umask
 from kvxfer.errors import ConfigError, HandoffError
@@ -246,7 +246,7 @@ class PullConnection:
             return None
         except OSError as error:
             raise HandoffError(f"pull socket: the prefill agent hung up ({error.strerror})") from error
-        fds = _descriptors(ancillary)
+        fds = take_fds(ancillary)
         try:
             return _parse_answer(packet, fds, flags)
         finally:
@@ -256,14 +256,6 @@ class PullConnection:
     def close(self) -> None:
         """Hang up; what was mapped stays."""
         self._socket.close()
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    fds = array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    return list(fds)
 
 
 def _parse_answer(packet: bytes, fds: list[int], flags: int) -> SharedPool:

@@ -135,6 +135,11 @@ class PrefillAgent:
         """Let the engine read the pool itself: for mode raw, and for what packing cannot do."""
         assert self._sidecar.pool is not None
         memory = self._sidecar.pool.memory
+        self._core.may_send_raw = False
+        if memory is None:
+            if self._mode is Mode.RAW:
+                raise RefusedError("mode raw needs a pool that the agent can map: hand it over with placement agent")
+            return
         try:
             self._raw_region = self._sidecar.transport.register(Region(memory.address, memory.num_bytes, memory.fd))
         except TransportError as error:
@@ -259,8 +264,7 @@ class PrefillAgent:
             lengths = np.array([write.notice.num_bytes], dtype=np.uint64)
             return WriteBatch(region, src, np.array([dst_offset], dtype=np.uint64), lengths)
         runs = write.runs
-        assert self._sidecar.pool is not None
-        src = runs.src_offsets.astype(np.uint64) + np.uint64(self._sidecar.pool.memory.address)
+        src = runs.src_offsets.astype(np.uint64) + np.uint64(self._sidecar.pool_array().ctypes.data)
         dst = runs.slot_offsets.astype(np.uint64) + np.uint64(dst_offset)
         return WriteBatch(region, src, dst, runs.lengths.astype(np.uint64))
 

@@ -26,6 +26,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.errors import HandoffError
 from kvxfer.memory import HostMemory
 
 NUM_ENTRIES: Final = 1024
@@ -149,7 +150,15 @@ class Ring:
     @classmethod
     def attach(cls, fd: int, num_bytes: int, num_lanes: int) -> Ring:
         """Map a ring that the agent made; takes over `fd`. Raises `HandoffError`."""
-        return cls(HostMemory.attach(fd, num_bytes), num_lanes)
+        memory = HostMemory.attach(fd, num_bytes, "ring")
+        lane_bytes, surplus_bytes = divmod(num_bytes - LANES_OFFSET_BYTES, num_lanes)
+        if lane_bytes <= OFFSETS_WORD * 8 or surplus_bytes or lane_bytes % 8:
+            memory.close()
+            raise HandoffError(
+                f"ring: got {num_bytes} bytes, expected {LANES_OFFSET_BYTES} and then {num_lanes} lanes of equal size, "
+                f"a multiple of 8 above {OFFSETS_WORD * 8}"
+            )
+        return cls(memory, num_lanes)
 
     # ---- the agent ----
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from kvxfer.control import messages as m
-from kvxfer.control.handoff import PoolAccepted, PoolOffer, PoolRefused
+from kvxfer.control.handoff_messages import (
+    HandoffMessage,
+    PoolAccepted,
+    PoolOffer,
+    PoolRefused,
+    SharedStream,
+    SlotsMoved,
+)
 from kvxfer.layout import Group, LayerRange, Placement, PoolLayout, Shard, StatePart, TokenRange
 from kvxfer.transfer import EventKind, Reason
 
@@ -161,8 +168,13 @@ EXAMPLES: dict[str, m.Message] = {
         finished=FINISHED,
     ),
 }
-HANDOFF_EXAMPLES: dict[str, PoolOffer | PoolAccepted | PoolRefused] = {
+HANDOFF_EXAMPLES: dict[str, HandoffMessage] = {
     "offer": PoolOffer(num_bytes=1 << 34, layout=LAYOUT),
+    "offer_of_a_stream": PoolOffer(num_bytes=1 << 34, layout=LAYOUT, placement="worker"),
     "accepted": PoolAccepted(pool=POOL),
+    "accepted_stream": PoolAccepted(
+        pool=POOL, stream=SharedStream(ring_bytes=1 << 24, num_lanes=16, slots_bytes=65 << 20)
+    ),
+    "slots_moved": SlotsMoved(move=3, slots_bytes=65 << 20),
     "refused": PoolRefused(detail="pool descriptor: got 0 bytes"),
 }

@@ -56,7 +56,7 @@ class FakeAgent:
         self._handoffs.close()
         self._workers.close()
         for pool in self._pools:
-            pool.memory.close()
+            pool.close()
         os.close(self._wake)
 
     def say(self, *messages: Message) -> None:

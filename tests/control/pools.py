@@ -9,8 +9,9 @@ import threading
 import time
 from pathlib import Path
 
-from kvxfer.control.handoff import HandoffConnection, PoolOffer, hand_over, pack
+from kvxfer.control.handoff import HandoffConnection, hand_over
 from kvxfer.control.handoff_listener import HandoffEvent, HandoffListener, ReceivedPool, RefusedHandoff
+from kvxfer.control.handoff_messages import PoolOffer, pack
 from kvxfer.layout import Group, LayerRange, PoolLayout
 from kvxfer.memory import HostMemory
 from tests.control.waiting import wait_readable

@@ -85,7 +85,7 @@ def test_a_cancelled_connect_takes_its_hand_over_back(
     asyncio.run(main())
     (received,) = next_events(listener)
     assert isinstance(received, ReceivedPool)
-    received.memory.close()
+    received.close()
     assert next_events(listener) == [LostPool(received.pool)]
 
 

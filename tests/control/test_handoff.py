@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.control.handoff import HandoffConnection, PoolRefused, hand_over, pack
+from kvxfer.control.handoff import HandoffConnection, hand_over
 from kvxfer.control.handoff_listener import (
     HANDOFF_TIMEOUT_S,
     MAX_CONNECTIONS,
@@ -23,6 +23,7 @@ from kvxfer.control.handoff_listener import (
     ReceivedPool,
     RefusedHandoff,
 )
+from kvxfer.control.handoff_messages import PoolRefused, pack
 from kvxfer.errors import AgentLostError, ConfigError, ControlTimeoutError, HandoffError, LayoutError
 from kvxfer.memory import HostMemory
 from tests.control.pools import OFFER, POOL_BYTES, accepted, client_of, layout, memfd, next_events, select_ready
@@ -36,19 +37,20 @@ def test_a_pool_is_shared_and_each_side_sees_the_other_go(
     assert received.pool == connection.pool
     assert received.layout == layout()
     assert received.pid == os.getpid()
+    assert received.memory is not None
     memory.array[5] = 7
     assert received.memory.array[5] == 7
     assert not connection.lost()
     assert listener.poll(time.monotonic()) == []
     connection.close()
     assert next_events(listener) == [LostPool(received.pool)]
-    received.memory.close()
+    received.close()
 
     connection, received = accepted(listener, tmp_path, memory)
     listener.release(received.pool)
     assert connection.lost()
     connection.close()
-    received.memory.close()
+    received.close()
     assert listener.poll(time.monotonic()) == [], "the agent itself hung up: that is no loss"
 
 
@@ -58,8 +60,9 @@ def test_closing_the_listener_ends_every_hand_over(tmp_path: Path, memory: HostM
     listener.close()
     assert connection.lost()
     connection.close()
+    assert received.memory is not None
     assert received.memory.array[0] == 0, "the mapping is the receiver's"
-    received.memory.close()
+    received.close()
 
 
 def test_permissions_and_the_second_agent(listener: HandoffListener, tmp_path: Path) -> None:
@@ -85,7 +88,7 @@ def test_a_worker_that_says_nothing_blocks_nobody_and_expires(
         assert b"no complete offer" in silent.recv(1000)
         assert not connection.lost(), "a hand-over that is complete has no time-out"
         connection.close()
-        received.memory.close()
+        received.close()
 
 
 def test_a_slow_worker_is_served_in_the_end(listener: HandoffListener, tmp_path: Path, memory: HostMemory) -> None:
@@ -98,7 +101,7 @@ def test_a_slow_worker_is_served_in_the_end(listener: HandoffListener, tmp_path:
                 events = listener.poll(time.monotonic())
         (received,) = events
         assert isinstance(received, ReceivedPool)
-        received.memory.close()
+        received.close()
 
 
 def test_a_crowd_is_turned_away_and_the_listener_lives(
@@ -116,7 +119,7 @@ def test_a_crowd_is_turned_away_and_the_listener_lives(
         listener.poll(time.monotonic())
     connection, received = accepted(listener, tmp_path, memory)
     connection.close()
-    received.memory.close()
+    received.close()
 
 
 def test_running_out_of_descriptors_pauses_the_listener(
@@ -135,7 +138,7 @@ def test_running_out_of_descriptors_pauses_the_listener(
         socket.send_fds(client, [OFFER], [memory.fd])
         (received,) = next_events(listener)
         assert isinstance(received, ReceivedPool)
-        received.memory.close()
+        received.close()
 
 
 def test_the_worker_hears_why(listener: HandoffListener, tmp_path: Path) -> None:
@@ -186,7 +189,7 @@ def test_a_worker_may_come_first(tmp_path: Path, memory: HostMemory) -> None:
     assert isinstance(received, ReceivedPool)
     assert results[0].pool == received.pool
     results[0].close()
-    received.memory.close()
+    received.close()
     listener.close()
 
 
@@ -209,7 +212,7 @@ def test_a_forked_child_does_not_hide_the_workers_death(
         os.close(writer)
         os.close(reader)
         assert os.waitpid(child, 0) == (child, 0)
-        received.memory.close()
+        received.close()
 
 
 def test_a_refusal_before_the_offer_is_heard(

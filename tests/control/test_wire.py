@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.control.codec import KINDS, MAX_FRAME_BYTES, decode, decode_ticket, encode, encode_ticket
-from kvxfer.control.handoff import pack
+from kvxfer.control.handoff_messages import pack
 from kvxfer.control.messages import MAX_AUX_BYTES, PROTOCOL_VERSION, Credits, Finished, Ok
 from kvxfer.errors import ProtocolError
 from tests.control.examples import EXAMPLES, HANDOFF_EXAMPLES, TICKET, TRANSFER

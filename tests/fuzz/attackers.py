@@ -13,7 +13,7 @@ import msgspec
 
 from kvxfer.control.channel import REMOTE, Channel, Selector, WorkerConnection
 from kvxfer.control.codec import decode, encode
-from kvxfer.control.handoff import LENGTH
+from kvxfer.control.handoff_messages import LENGTH
 from kvxfer.control.messages import AbortTransfer, Hello, Message, Refused
 from kvxfer.control.peer_channel import Connection, Credentials, new_keys
 

@@ -15,8 +15,8 @@ import msgspec
 
 from kvxfer.control.auth import AllowList, read_secret_key
 from kvxfer.control.codec import decode, decode_ticket, encode, encode_ticket
-from kvxfer.control.handoff import HANDOFF_VERSION, PoolOffer
 from kvxfer.control.handoff_listener import _decode_offer
+from kvxfer.control.handoff_messages import HANDOFF_VERSION, PoolOffer
 from kvxfer.control.messages import DecodeToPrefill, Hello, Open, PrefillToDecode, Submit
 from kvxfer.control.peer_channel import new_keys
 from kvxfer.control.pull_share import PullOffer, PullRefusal, PullRequest, _parse_answer, _request_decoder
@@ -54,7 +54,7 @@ def fuzz_ticket(data: bytes) -> None:
 def fuzz_handoff(data: bytes) -> None:
     """A worker's offer of its pool."""
     try:
-        offer = _decode_offer(bytearray(data))
+        offer = _decode_offer(data)
     except HandoffError:
         return
     assert offer.version == HANDOFF_VERSION

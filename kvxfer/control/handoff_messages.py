@@ -1,0 +1,159 @@
+"""What worker and agent say on the hand-off connection, and how it lies there.
+
+On the wire, each way: four bytes of length, big-endian, then that many bytes of msgpack. Descriptors travel with the
+first byte of their message.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from array import array
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvxfer.control.message_base import Counter, Id
+from kvxfer.errors import HandoffError
+from kvxfer.layout import PoolLayout
+
+HANDOFF_VERSION = 2
+MAX_HEADER_BYTES = 1 << 20
+LENGTH = struct.Struct("!I")
+_MAX_FDS = 4
+
+PoolPlacement = Literal["agent", "worker"]
+"""Who moves the rows of a pool: the agent, which maps it, or a stream of the worker, and the agent never sees it."""
+
+
+class PoolOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Worker to agent: the pool has `num_bytes` and lies as `layout` says.
+
+    The descriptor that comes along is the pool, with placement `agent`; with placement `worker` there is none.
+    """
+
+    version: Counter = HANDOFF_VERSION
+    num_bytes: Counter
+    layout: PoolLayout
+    placement: PoolPlacement = "agent"
+
+
+class SharedStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sizes of what the agent shares with a stream of the worker; see `kvxfer.streams.ring`."""
+
+    ring_bytes: Counter
+    num_lanes: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    slots_bytes: Counter
+
+
+class PoolAccepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="accepted"):
+    """Agent to worker: taken; `pool` is its name from now on.
+
+    With placement `worker` two descriptors come along, the ring and the slots, and `stream` tells their sizes.
+    """
+
+    pool: Id
+    stream: SharedStream | None = None
+
+
+class PoolRefused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="refused"):
+    """Agent to worker: nothing was mapped."""
+
+    detail: Annotated[str, msgspec.Meta(max_length=4000)]
+
+
+class SlotsMoved(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="slots_moved"):
+    """Agent to worker: the slots lie in the memory whose descriptor comes along. The agent gives no order until
+    `SlotsMapped` answers this `move`, on the control channel."""
+
+    move: Counter
+    slots_bytes: Counter
+
+
+HandoffMessage = PoolOffer | PoolAccepted | PoolRefused | SlotsMoved
+AgentWord = PoolAccepted | PoolRefused | SlotsMoved
+
+_encoder = msgspec.msgpack.Encoder()
+_agent_decoder = msgspec.msgpack.Decoder(AgentWord)
+
+
+def pack(message: HandoffMessage) -> bytes:
+    """`message` as it goes over the socket, length first."""
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def decode_word(frame: bytes) -> AgentWord:
+    """What the agent says in a frame. Raises `HandoffError`."""
+    try:
+        return _agent_decoder.decode(frame)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise HandoffError(f"reply: {error}") from error
+
+
+class FrameReader:
+    """Frames and the descriptors that came with them, out of one unix socket.
+
+    Descriptors wait in `fds`, in the order of their messages, until somebody takes them; `close()` closes the rest.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        """The socket stays the caller's."""
+        self.fds: list[int] = []
+        self.is_ended = False
+        """Whether the other end has hung up."""
+        self._socket = connection
+        self._data = bytearray()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a frame that is not complete yet."""
+        return len(self._data)
+
+    def read(self) -> bytes | None:
+        """The next frame without its length, or None where it is not all here, or the other end has hung up.
+
+        Raises `HandoffError` for what can be no frame, `OSError` as the socket does.
+        """
+        while num_missing := self._num_missing():
+            try:
+                data, ancillary, flags, _ = self._socket.recvmsg(
+                    num_missing, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
+                )
+            except (BlockingIOError, InterruptedError):
+                return None
+            self.fds += take_fds(ancillary)
+            if flags & socket.MSG_CTRUNC:
+                raise HandoffError(f"descriptors: got more than {_MAX_FDS} at once, or than this process may open")
+            if not data:
+                self.is_ended = True
+                return None
+            self._data += data
+        frame = bytes(self._data[LENGTH.size :])
+        self._data.clear()
+        return frame
+
+    def close(self) -> None:
+        """Close the descriptors that nobody took."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+
+    def _num_missing(self) -> int:
+        """Bytes that are still to come, as far as it is known: the length first, then the header."""
+        if len(self._data) < LENGTH.size:
+            return LENGTH.size - len(self._data)
+        (header_bytes,) = LENGTH.unpack_from(self._data)
+        if not 1 <= header_bytes <= MAX_HEADER_BYTES:
+            raise HandoffError(f"header: got a length of {header_bytes}, expected 1 to {MAX_HEADER_BYTES} bytes")
+        return LENGTH.size + int(header_bytes) - len(self._data)
+
+
+def take_fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors in what `recvmsg` returned; they are the caller's."""
+    fds = array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)
