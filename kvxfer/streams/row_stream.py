@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvxfer.memory import HostMemory
+
 __all__ = ["RowStream"]
 
 
@@ -25,6 +27,11 @@ class RowStream(Protocol):
         Returns the value that the word has reached then; values rise. None is the current stream of a device, and on
         hosts, where writing is over when it returns, the only choice.
         """
+        ...
+
+    def set_memory(self, index: int, memory: HostMemory) -> None:
+        """From now on spans that name `index` mean `memory`: slots that have moved, or a peer's pool (index 2 and up).
+        No order that names it is under way. `memory` stays the caller's and must outlive the stream."""
         ...
 
     def close(self) -> None:

@@ -1,0 +1,281 @@
+"""Orders to a stream: given late and in order, skipped where they are not needed, ended once whatever happens."""
+
+from __future__ import annotations
+
+import random
+import select
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvxfer.errors import IntegrityError
+from kvxfer.operations import CancelFlag, SegmentSource
+from kvxfer.rows_host import gather_segment
+from kvxfer.streams.ring import OrderCode
+from kvxfer.streams.spans import PoolSide
+from kvxfer.wire import BlockAddresses
+from tests.streams.owner import NUM_SLOTS, POOL_BYTES, ROW_BYTES, SLOT_BYTES, Owner, chunk_of
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    with Owner() as found:
+        yield found
+
+
+@pytest.fixture
+def slow() -> Iterator[Owner]:
+    """One that enqueues when told to."""
+    with Owner(is_eager=False) as found:
+        yield found
+
+
+def packed(owner: Owner, source: SegmentSource, segment: int = 0) -> np.ndarray:
+    slot = np.zeros(SLOT_BYTES, dtype=np.uint8)
+    gather_segment(owner.pool.array, source.plan, source.addresses, segment, slot)
+    return slot
+
+
+def test_gathers_and_scatters_are_exact(owner: Owner) -> None:
+    source, target = chunk_of(40), chunk_of(40, first_page=101)
+    assert source.plan.num_segments == 3
+    owner.mover.expect(3, 0)
+    for segment in range(3):
+        owner.mover.gather(owner.move(segment, source, segment), segment, None)
+    moved = owner.wait(3)
+    assert [(each.operation, each.error, each.was_begun) for each in moved] == [(i, None, True) for i in range(3)]
+    for segment in range(3):
+        np.testing.assert_array_equal(owner.slot(segment), packed(owner, source, segment))
+    owner.mover.expect(3, 0)
+    for segment in range(3):
+        owner.mover.scatter(owner.move(10 + segment, target, segment), segment, None)
+    owner.wait(3)
+    for segment in range(3):
+        np.testing.assert_array_equal(packed(owner, target, segment), owner.slot(segment))
+    assert owner.num_enqueued == 6
+
+
+def test_rows_are_pulled_from_another_memory(owner: Owner) -> None:
+    source, target = chunk_of(10), chunk_of(10, first_page=101)
+    owner.stream.set_memory(2, owner.slots)
+    row_offsets = np.arange(10, dtype=np.int64)[::-1].copy() * ROW_BYTES
+    owner.slots.array[:] = np.random.default_rng(1).integers(0, 256, owner.slots.num_bytes)
+    src = PoolSide(2, owner.slots.num_bytes, (BlockAddresses(0, 0, row_offsets, ROW_BYTES),))
+    owner.mover.expect(1, 0)
+    owner.mover.pull(owner.move(1, target), src, lambda: "the lease holds")
+    assert [each.result for each in owner.wait(1)] == ["the lease holds"]
+    expected = owner.slots.array[: 10 * ROW_BYTES].reshape(10, ROW_BYTES)[::-1].ravel()
+    np.testing.assert_array_equal(packed(owner, target)[: 10 * ROW_BYTES], expected)
+    assert source.plan.num_rows == 10
+
+
+def test_a_segment_larger_than_a_lane_takes_several_entries() -> None:
+    with Owner(num_lanes=1, max_offsets=1) as owner:
+        room = owner.agent_ring.max_offsets  # a lane is rounded up to pages
+        source = chunk_of(16)
+        many = SegmentSource(
+            source.plan,
+            (BlockAddresses(0, 0, np.arange(16, dtype=np.int64) * 2 * ROW_BYTES, ROW_BYTES),),
+        )
+        owner.agent_ring.max_offsets = 5
+        assert room > 5
+        owner.mover.gather(owner.move(1, many), 0, None)
+        owner.mover.expect(0, 0)
+        assert [each.error for each in owner.wait(1)] == [None]
+        assert owner.num_enqueued > 1
+        np.testing.assert_array_equal(owner.slot(0), packed(owner, many))
+
+
+def test_rows_outside_the_pool_end_the_move_alone(owner: Owner) -> None:
+    outside = SegmentSource(chunk_of(4).plan, (BlockAddresses(POOL_BYTES - 48, 0, np.arange(4) * 16, ROW_BYTES),))
+    owner.mover.expect(2, 0)
+    owner.mover.gather(owner.move(1, outside), 0, None)
+    owner.mover.gather(owner.move(2, chunk_of(4)), 1, None)
+    ends = {each.operation: each.error for each in owner.wait(2)}
+    assert ends[2] is None
+    assert "row offsets" in str(ends[1])
+    owner.mover.expect(0, 0)
+    owner.wait_until_drained()
+
+
+# ---- entries ----
+
+
+def test_entries_are_asked_for_before_their_moves_come(slow: Owner) -> None:
+    slow.mover.expect(5, 0)
+    assert slow.num_wanted == 5
+    slow.mover.gather(slow.move(1, chunk_of(4)), 0, None)
+    slow.mover.expect(4, 0)
+    assert slow.num_wanted == 5
+    assert slow.threads.poll() == []
+    slow.feed()
+    slow.wait(1)
+
+
+def test_surplus_is_skipped_as_soon_as_it_is_known(slow: Owner) -> None:
+    slow.mover.expect(5, 0)
+    slow.feed()
+    slow.mover.gather(slow.move(1, chunk_of(4)), 0, None)
+    slow.mover.expect(4, 0)
+    slow.wait(1)
+    time.sleep(0.01)
+    assert not slow.agent_ring.is_done(1), "four more are expected"
+    slow.mover.expect(0, 0)
+    slow.wait_until_drained()
+    slow.mover.gather(slow.move(2, chunk_of(4)), 0, None)
+    slow.mover.expect(0, 0)
+    assert slow.num_wanted == 6
+    slow.feed()
+    assert [each.error for each in slow.wait(1)] == [None]
+
+
+def test_surplus_that_is_enqueued_late_is_skipped_then(slow: Owner) -> None:
+    slow.mover.expect(3, 0)
+    slow.mover.expect(0, 0)
+    time.sleep(0.01)
+    slow.feed()
+    slow.wait_until_drained()
+
+
+def test_an_owner_that_claims_too_much_gets_no_more_orders_than_it_was_asked_for(slow: Owner) -> None:
+    slow.agent_ring.set_num_enqueued(1 << 40)
+    slow.mover.expect(1, 0)
+    slow.mover.gather(slow.move(1, chunk_of(4)), 0, None)
+    slow.mover.expect(0, 0)
+    slow.mover.close()
+    assert slow.agent_ring.order_of(0) is OrderCode.SKIP
+    assert slow.agent_ring.order_of(1) is None
+    slow.feed()
+
+
+def test_more_moves_than_lanes_wait_for_one(owner: Owner) -> None:
+    owner.mover.expect(50, 0)
+    source = chunk_of(16)
+    for operation in range(50):
+        owner.mover.gather(owner.move(operation, source), operation % NUM_SLOTS, None)
+    assert [each.operation for each in owner.wait(50)] == list(range(50))
+
+
+# ---- looks at slots ----
+
+
+def test_a_look_follows_a_gather(owner: Owner) -> None:
+    source = chunk_of(16)
+    owner.mover.expect(1, 0)
+    owner.mover.gather(owner.move(1, source), 0, lambda: owner.slot(0).copy())
+    (moved,) = owner.wait(1)
+    np.testing.assert_array_equal(moved.result, packed(owner, source))
+
+
+def test_a_look_that_finds_fault_lets_no_row_into_a_page(owner: Owner) -> None:
+    def look() -> None:
+        raise IntegrityError("chunk 1: got another checksum")
+
+    before = owner.pool.array.copy()
+    owner.mover.expect(1, 0)
+    owner.mover.scatter(owner.move(1, chunk_of(16)), 0, look)
+    (moved,) = owner.wait(1)
+    assert moved.is_corrupt
+    assert "another checksum" in str(moved.error)
+    owner.mover.expect(0, 0)
+    owner.wait_until_drained()
+    np.testing.assert_array_equal(owner.pool.array, before)
+
+
+def test_a_look_that_fails_after_the_rows_ends_the_move(owner: Owner) -> None:
+    def look() -> None:
+        raise ValueError("the lease was revoked")
+
+    owner.mover.expect(1, 0)
+    owner.mover.gather(owner.move(1, chunk_of(16)), 0, look)
+    (moved,) = owner.wait(1)
+    assert moved.error == "segment 0: ValueError: the lease was revoked"
+
+
+# ---- ends ----
+
+
+def test_a_move_without_an_entry_is_cancelled_at_once(slow: Owner) -> None:
+    cancel = CancelFlag()
+    slow.mover.gather(slow.move(1, chunk_of(4), cancel=cancel), 0, None)
+    slow.mover.expect(0, 0)
+    cancel.is_set = True
+    assert [(each.operation, each.was_begun) for each in slow.wait(1)] == [(1, False)]
+    slow.feed()
+    slow.wait_until_drained()
+    assert not slow.slot(0).any()
+
+
+def test_a_move_with_an_entry_is_over_when_its_entry_is(slow: Owner) -> None:
+    """Until then the stream may be anywhere in it."""
+    flags = [CancelFlag(), CancelFlag()]
+    slow.mover.expect(2, 0)
+    slow.agent_ring.set_num_enqueued(2)  # as one whose stream is busy elsewhere
+    for operation, cancel in enumerate(flags):
+        slow.mover.gather(slow.move(operation, chunk_of(16), cancel=cancel), operation, None)
+    flags[1].is_set = True
+    time.sleep(0.02)
+    assert slow.threads.poll() == []
+    slow.feed()
+    assert [(each.operation, each.was_begun) for each in slow.wait(2)] == [(0, True), (1, False)]
+    assert slow.slot(0).any()
+    assert not slow.slot(1).any()
+
+
+def test_a_lost_worker_ends_everything(slow: Owner) -> None:
+    hold = threading.Event()
+    slow.mover.expect(2, 0)
+    slow.agent_ring.set_num_enqueued(1)
+    slow.mover.gather(slow.move(1, chunk_of(4)), 0, None)
+    slow.mover.gather(slow.move(2, chunk_of(4)), 1, None)
+    slow.mover.scatter(slow.move(3, chunk_of(4)), 2, hold.wait)
+    slow.mover.stop("the worker is gone")
+    hold.set()
+    slow.mover.gather(slow.move(4, chunk_of(4)), 3, None)
+    ends = slow.wait(4)
+    assert {(each.operation, each.error) for each in ends} == {(i, "the worker is gone") for i in (1, 2, 3, 4)}
+    slow.num_wanted = 1
+    slow.feed()
+    slow.wait_until_drained()
+    assert not slow.slots.array.any()
+
+
+def test_closing_leaves_no_stream_waiting(slow: Owner) -> None:
+    slow.mover.expect(4, 0)
+    slow.feed()
+    slow.mover.close()
+    slow.mover.close()
+    slow.wait_until_drained()
+
+
+def test_the_agent_is_woken_once_the_timeline_is_reached(owner: Owner) -> None:
+    owner.mover.expect(0, 2)
+    owner.stream.mark()
+    time.sleep(0.01)
+    assert owner.threads.poll() == []
+    assert owner.mover.timeline == 1
+    owner.stream.mark()
+    assert select.select([owner.threads.fileno()], [], [], 10.0)[0], "nobody was woken"
+    assert owner.threads.poll() == []
+    assert owner.mover.timeline == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_moves_and_cancels_all_end_and_leave_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    with Owner(num_lanes=2) as owner:
+        source = chunk_of(64)
+        num_ended = 0
+        for operation in range(200):
+            cancel = CancelFlag()
+            owner.mover.expect(rng.randrange(3), 0)
+            owner.mover.gather(owner.move(operation, source, rng.randrange(4), cancel), operation % NUM_SLOTS, None)
+            owner.mover.expect(0, 0)
+            cancel.is_set = rng.random() < 0.3
+            if rng.random() < 0.5:
+                num_ended += len(owner.threads.poll())
+        owner.wait(200 - num_ended)
+        owner.wait_until_drained()
