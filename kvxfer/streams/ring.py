@@ -4,7 +4,7 @@ One memfd, made by the agent, mapped by both sides and registered with CUDA by t
 
 | part | what it holds |
 |---|---|
-| header | two words: the timeline, which the worker's stream raises; the number of entries enqueued so far |
+| header | the timeline, which the worker's stream raises; the number of entries enqueued so far; the owner's end |
 | entries | `NUM_ENTRIES` of `ENTRY_BYTES`: order word, done word, lane |
 | lanes | `num_lanes` of `lane_bytes`: the number of spans, `MAX_SPANS` spans, then row offsets |
 
@@ -15,6 +15,9 @@ stream never waits for ever: every enqueued entry gets an order, RUN or SKIP, by
 
 An order that was given may still be turned into SKIP; whether the kernel had read it by then is not known, so only
 the done word says that the entry touches nothing any more.
+
+An owner that ends says so first and then skips what is unfinished itself. So an entry that is found done has done what
+its order says if the owner is found not to have ended *after* that; otherwise it may have been skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ LINEAR: Final = -1
 
 _HEADER_BYTES: Final = 4096
 _TIMELINE_WORD: Final = 0
-_ENQUEUED_WORD: Final = 8  # in a cache line of its own
+_ENQUEUED_WORD: Final = 8  # each in a cache line of its own
+_ENDED_WORD: Final = 16
 _ENTRY_WORDS: Final = ENTRY_BYTES // 8
 _ORDER, _DONE, _LANE = 0, 1, 2  # words of an entry
 _SPANS_WORD: Final = 8  # of a lane: the spans begin in the second cache line
@@ -192,6 +196,11 @@ class Ring:
         return int(self._words[_ENQUEUED_WORD])
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the stream's owner has ended and skips what is unfinished. To be looked at after `is_done`."""
+        return bool(self._words[_ENDED_WORD])
+
+    @property
     def timeline(self) -> int:
         """How far the worker's stream has come."""
         return int(self._words[_TIMELINE_WORD])
@@ -201,6 +210,10 @@ class Ring:
     def set_num_enqueued(self, num_entries: int) -> None:
         """Say how many entries were enqueued; only after they were."""
         self._words[_ENQUEUED_WORD] = num_entries
+
+    def set_ended(self) -> None:
+        """Say that no order of the agent counts any more; only then `order` may be called from this side."""
+        self._words[_ENDED_WORD] = 1
 
     def set_timeline(self, value: int) -> None:
         """For streams that are threads; a GPU's stream writes the word itself."""
