@@ -1,4 +1,4 @@
-"""Kernels of kvxfer: rows between strided tables, the DCP all-to-all, and merges of partial attention.
+"""Kernels of kvxfer: rows between strided tables, rows moved by orders, the DCP all-to-all, merged attention.
 
 CUDA tensors run Triton, CPU tensors torch (`kvxfer.kernels.reference`); the contracts are the same.
 """
@@ -9,6 +9,7 @@ from kvxfer.kernels.a2a_layout import A2ALayout
 from kvxfer.kernels.ag_rs import scale_partial_, scale_to_staging
 from kvxfer.kernels.combine import lse_combine, mask_empty_
 from kvxfer.kernels.mla_decode import mla_decode
+from kvxfer.kernels.moves import move_rows
 from kvxfer.kernels.rows import copy_rows, gather_rows
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "lse_combine",
     "mask_empty_",
     "mla_decode",
+    "move_rows",
     "pack_a2a",
     "scale_partial_",
     "scale_to_staging",

@@ -12,6 +12,7 @@ import torch
 from kvxfer.kernels._contract import FP8_DTYPES, LseBase
 from kvxfer.kernels.a2a_layout import A2ALayout
 from kvxfer.kernels.reference_mla import mla_decode
+from kvxfer.kernels.reference_moves import move_rows
 
 __all__ = [
     "copy_rows",
@@ -19,6 +20,7 @@ __all__ = [
     "lse_combine",
     "mask_empty_",
     "mla_decode",
+    "move_rows",
     "pack_a2a",
     "scale_partial_",
     "scale_to_staging",

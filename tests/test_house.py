@@ -91,6 +91,7 @@ PUBLIC_NAMES = {
         "lse_combine",
         "mask_empty_",
         "mla_decode",
+        "move_rows",
         "pack_a2a",
         "scale_partial_",
         "scale_to_staging",

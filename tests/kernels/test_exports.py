@@ -15,6 +15,7 @@ NAMES = [
     "lse_combine",
     "mask_empty_",
     "mla_decode",
+    "move_rows",
     "pack_a2a",
     "scale_partial_",
     "scale_to_staging",

@@ -1,0 +1,237 @@
+"""One kernel that moves whatever rows an order in shared memory says, without ever being compiled again.
+
+The order lies among int64 words that the kernel reads itself, in host memory that the GPU maps:
+
+| where | what |
+|---|---|
+| `entry_word` | the order: nothing is done unless it equals `run_value` |
+| two words on | the number of a lane |
+| `lanes_word + lane * lane_words` | the lane: number of spans; from word 8 on `MAX_SPANS` spans; then row offsets |
+
+A span is `SPAN_WORDS` words: row bytes, number of rows, word bytes, then memory, first byte and table of the source,
+and the same of the destination. Row `i` of a side lies at `first byte + offsets[table + i]` of its memory, or, where
+the table is -1, at `first byte + i * row bytes`.
+
+What lies outside its memory or off the grid of its words is not moved: orders come from another process, and no order
+may bring down the process that owns the GPU's context.
+"""
+# mypy: no-check-untyped-defs, disable-error-code="no-untyped-def, untyped-decorator"
+
+from dataclasses import dataclass
+
+import torch
+
+from kvxfer.errors import KernelContractError
+from kvxfer.kernels import reference
+from kvxfer.kernels._contract import check_contiguous, check_tensor
+from kvxfer.kernels._launch import jit, runs_triton, tl
+
+MAX_SPANS = 64
+SPAN_WORDS = 16
+SPANS_WORD = 8
+OFFSETS_WORD = SPANS_WORD + MAX_SPANS * SPAN_WORDS
+
+# Words that a program moves at once, and warps to do it: 4 words a thread. A tile is what a program takes at a time.
+_BLOCK_WORDS = 1024
+_TILE_WORDS = 2048
+_NUM_WARPS = 8
+DEFAULT_MAX_CTAS = 32
+# Bounds that keep arithmetic inside a tile in 32 bits, and a nonsensical order from running for ever.
+_MAX_ROW_BYTES = 1 << 30
+_MAX_TILES_PER_SPAN = 1 << 24
+
+_CONSTANTS = {
+    "MAX_SPANS": MAX_SPANS,
+    "SPAN_WORDS": SPAN_WORDS,
+    "SPANS_WORD": SPANS_WORD,
+    "OFFSETS_WORD": OFFSETS_WORD,
+    "TILE": _TILE_WORDS,
+    "BLOCK": _BLOCK_WORDS,
+    "MAX_ROW_BYTES": _MAX_ROW_BYTES,
+    "MAX_TILES": _MAX_TILES_PER_SPAN,
+}
+NUM_PARAMS = 10
+_NUMBERS = ["entry_word", "run_value", "lanes_word", "lane_words", "num_lanes", "num_memories"]
+
+
+@jit
+def _places(offsets, num_offsets, side, num_bytes, rows, inside, row_bytes, WORD: tl.constexpr):
+    """Where in its memory each row begins on one side of a span, and whether it may be touched there."""
+    first_byte, table = tl.load(side + 1), tl.load(side + 2)
+    tables = tl.zeros_like(rows) + table
+    linear = tables == -1
+    listed = tables + rows
+    listed_inside = (listed >= 0) & (listed < num_offsets) & (tables != -1)
+    from_table = tl.load(offsets + listed, mask=inside & listed_inside, other=0)
+    begins = first_byte + tl.where(linear, rows * row_bytes, from_table)
+    inside = inside & (linear | listed_inside)
+    fits = (begins >= 0) & (begins <= num_bytes - row_bytes) & ((begins & (WORD - 1)) == 0)
+    return begins, inside & fits
+
+
+@jit
+def _move_tile(
+    offsets, num_offsets, span, tile, row_bytes, num_rows, src_address, src_bytes, dst_address, dst_bytes,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Moves words `[tile * TILE, (tile + 1) * TILE)` of a span's rows, `1 << SHIFT` bytes each."""
+    WORD: tl.constexpr = 1 << SHIFT
+    # A word of 16 bytes is two lanes of 8 that lie side by side: the compiler joins them into one access.
+    LANES: tl.constexpr = 2 if WORD == 16 else 1
+    if WORD >= 8:
+        lane_type = tl.int64
+    elif WORD == 4:
+        lane_type = tl.int32
+    elif WORD == 2:
+        lane_type = tl.int16
+    else:
+        lane_type = tl.int8
+    src = tl.multiple_of(src_address.to(tl.pointer_type(lane_type)), 16)
+    dst = tl.multiple_of(dst_address.to(tl.pointer_type(lane_type)), 16)
+    lanes = tl.arange(0, LANES)[None, :]
+    row_words = (row_bytes >> SHIFT).to(tl.int32)
+    first_word = tile * TILE
+    first_row = first_word // row_words
+    in_row = (first_word - first_row * row_words).to(tl.int32)
+    for step in range(0, TILE, BLOCK):
+        # 32-bit arithmetic inside a tile, 64-bit for its place.
+        words = in_row + step + tl.arange(0, BLOCK)
+        rows_on = words // row_words
+        cols = words - rows_on * row_words
+        rows = first_row + rows_on
+        inside = rows < num_rows
+        src_begins, src_fits = _places(offsets, num_offsets, span + 3, src_bytes, rows, inside, row_bytes, WORD)
+        dst_begins, dst_fits = _places(offsets, num_offsets, span + 6, dst_bytes, rows, inside, row_bytes, WORD)
+        fits = (src_fits & dst_fits)[:, None]
+        src_words = (src_begins >> SHIFT) + cols
+        dst_words = (dst_begins >> SHIFT) + cols
+        values = tl.load(src + (src_words[:, None] * LANES + lanes), mask=fits)
+        tl.store(dst + (dst_words[:, None] * LANES + lanes), values, mask=fits)
+
+
+@jit
+def _memory(memories, num_memories, index):
+    """Address and bytes of a memory; 0 bytes where there is none."""
+    known = (index >= 0) & (index < num_memories)
+    address = tl.load(memories + index * 2, mask=known, other=0)
+    return address, tl.load(memories + index * 2 + 1, mask=known, other=0)
+
+
+@jit(do_not_specialize=_NUMBERS)
+def _move_rows_kernel(
+    words, memories, entry_word, run_value, lanes_word, lane_words, num_lanes, num_memories,
+    MAX_SPANS: tl.constexpr, SPAN_WORDS: tl.constexpr, SPANS_WORD: tl.constexpr, OFFSETS_WORD: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, MAX_ROW_BYTES: tl.constexpr, MAX_TILES: tl.constexpr,
+):  # fmt: skip
+    order = tl.load(words + entry_word, volatile=True)
+    lane = tl.load(words + entry_word + 2, volatile=True)
+    if (order == run_value) & (lane >= 0) & (lane < num_lanes):
+        lane_base = words + lanes_word + lane * lane_words
+        spans = lane_base + SPANS_WORD
+        offsets = lane_base + OFFSETS_WORD
+        num_offsets = lane_words - OFFSETS_WORD
+        # Tiles of all spans at once: programs find theirs without walking the spans one by one.
+        idx = tl.arange(0, MAX_SPANS)
+        heads = spans + idx * SPAN_WORDS
+        bytes_of, rows_of, word_of = tl.load(heads), tl.load(heads + 1), tl.load(heads + 2)
+        usable = (idx < tl.load(lane_base)) & (bytes_of > 0) & (bytes_of <= MAX_ROW_BYTES) & (word_of > 0)
+        usable = usable & (rows_of > 0) & (rows_of <= MAX_TILES * TILE) & ((bytes_of & (word_of - 1)) == 0)
+        tiles_of = (rows_of * (bytes_of // tl.where(usable, word_of, 1)) + TILE - 1) // TILE
+        tiles_of = tl.where(usable & (tiles_of <= MAX_TILES), tiles_of, 0).to(tl.int32)
+        ends = tl.cumsum(tiles_of, 0)
+        for item in range(tl.program_id(0), tl.sum(tiles_of, 0), tl.num_programs(0)):
+            at = tl.sum((ends <= item).to(tl.int32), 0)
+            tile = (item - tl.sum(tl.where(idx < at, tiles_of, 0), 0)).to(tl.int64)
+            span = spans + at * SPAN_WORDS
+            row_bytes, num_rows, word_bytes = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+            src_address, src_bytes = _memory(memories, num_memories, tl.load(span + 3))
+            dst_address, dst_bytes = _memory(memories, num_memories, tl.load(span + 6))
+            for shift in tl.static_range(5):
+                if word_bytes == (1 << shift):
+                    _move_tile(
+                        offsets, num_offsets, span, tile, row_bytes, num_rows, src_address, src_bytes, dst_address,
+                        dst_bytes, TILE, BLOCK, shift,
+                    )  # fmt: skip
+
+
+def move_rows(
+    words: torch.Tensor,
+    memories: torch.Tensor,
+    entry_word: int,
+    run_value: int,
+    lanes_word: int,
+    lane_words: int,
+    *,
+    max_ctas: int = DEFAULT_MAX_CTAS,
+) -> None:
+    """Carries out the order at `entry_word`, if it says so: see the head of this module.
+
+    `words`: `[num_words]` int64, in host memory (pinned where `memories` is on a GPU); lanes fill it from `lanes_word`
+    on. `memories`: `[num_memories, 2]` int64, the address, a multiple of 16, and the bytes of each memory; its device
+    is where the rows are moved. Rows of 1 byte to 1 GiB. `max_ctas` bounds the programs of the launch.
+
+    Raises:
+        KernelContractError: shape, dtype, device or sizes outside this contract. The order itself is not judged.
+    """
+    check_tensor("words", words, shape=[None], dtypes=[torch.int64])
+    check_tensor("memories", memories, shape=[None, 2], dtypes=[torch.int64])
+    check_contiguous("words", words)
+    check_contiguous("memories", memories)
+    if lane_words <= OFFSETS_WORD:
+        raise KernelContractError(f"lane_words: got {lane_words}, expected more than {OFFSETS_WORD}")
+    if not 0 <= entry_word <= len(words) - 3:
+        raise KernelContractError(f"entry_word: got {entry_word}, expected 0 to {len(words) - 3}")
+    if not 0 <= lanes_word <= len(words):
+        raise KernelContractError(f"lanes_word: got {lanes_word}, expected 0 to {len(words)}")
+    if max_ctas < 1:
+        raise KernelContractError(f"max_ctas: got {max_ctas}, expected at least 1")
+    if not runs_triton(memories):
+        reference.move_rows(words, memories, entry_word, run_value, lanes_word, lane_words)
+        return
+    num_lanes = (len(words) - lanes_word) // lane_words
+    _move_rows_kernel[(max_ctas,)](
+        words, memories, entry_word, run_value, lanes_word, lane_words, num_lanes, len(memories),
+        **_CONSTANTS, num_warps=_NUM_WARPS, num_stages=1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledMove:
+    """The kernel of `move_rows` for one kind of GPU, for launches through CUDA's driver.
+
+    Its `NUM_PARAMS` parameters are of 8 bytes each: the addresses of words and memories; `entry_word`, `run_value`,
+    `lanes_word`, `lane_words`, the number of lanes and of memories; then two null pointers, Triton's own.
+    """
+
+    cubin: bytes
+    name: str
+    num_threads: int
+    shared_bytes: int
+
+
+def compile_move_rows(capability: int) -> CompiledMove:
+    """Compile for GPUs of a compute capability (90 for 9.0). Needs no GPU; takes seconds unless Triton has it cached.
+
+    Raises `KernelContractError` where Triton is not installed or interprets.
+    """
+    if not hasattr(_move_rows_kernel, "cache_key"):
+        raise KernelContractError(
+            "move_rows: got no Triton compiler here, expected one: install triton and unset TRITON_INTERPRET"
+        )
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    signature = dict.fromkeys(("words", "memories"), "*i64") | dict.fromkeys(_NUMBERS, "i64")
+    source = triton.compiler.ASTSource(
+        fn=_move_rows_kernel,
+        signature=signature | dict.fromkeys(_CONSTANTS, "constexpr"),
+        constexprs=_CONSTANTS,
+    )
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": _NUM_WARPS, "num_stages": 1, "enable_fp_fusion": False},
+    )
+    metadata = compiled.metadata
+    assert metadata.global_scratch_size == metadata.profile_scratch_size == 0, "the kernel wants scratch memory"
+    return CompiledMove(compiled.asm["cubin"], metadata.name, metadata.num_warps * 32, metadata.shared)
