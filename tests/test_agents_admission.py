@@ -96,7 +96,7 @@ def test_a_forged_ticket_does_not_reach_the_agent_that_it_names(tmp_path: Path, 
         forged = Source(endpoint=prefill.endpoint, incarnation="a" * 32, key=key)
         event = _failed(client, _open_forged(client, forged))
         assert "key" in event.detail
-        assert prefill._links._listener.counts.num_admitted == 1  # the honest one
+        assert prefill._links._listener.counts.num_admitted == 2  # the honest one, its messages and its heartbeats
         world.move(20)
 
 

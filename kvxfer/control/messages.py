@@ -323,7 +323,7 @@ class Goodbye(MessageBase, frozen=True, kw_only=True):
 
 
 class Ping(MessageBase, frozen=True, kw_only=True):
-    """Either agent: alive. `floor` is the decode agent's lowest live generation (0 from the prefill agent)."""
+    """Decode to prefill, again and again: `floor` is the lowest generation that is still live."""
 
     incarnation: Id
     floor: Counter = 0
@@ -336,7 +336,6 @@ PrefillToDecode = (
     Welcome
     | NotReady
     | Refused
-    | Ping
     | Goodbye
     | Chunk
     | PullChunk

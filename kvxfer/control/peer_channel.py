@@ -7,6 +7,7 @@ admits the keys of its allow-list.
 
 from __future__ import annotations
 
+import errno
 import re
 import time
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from kvxfer.errors import ConfigError, ControlError, ProtocolError
 
 MAX_PEER_FRAME_BYTES = 8 << 20
 """Frames between agents are smaller than a worker's; only a pull names pages across sides."""
+HEARTBEAT_SUFFIX = ".alive"
+"""Ends the name of a connection that carries heartbeats alone (`kvxfer.control.heartbeat`)."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
 _MAX_NAMES = 4096
 _MAX_UNREAD_MESSAGES = 64
@@ -153,6 +156,19 @@ class PeerListener(Channel):
             self._counts.note(event, value, now_s)
         self._counts.settle(now_s, HANDSHAKE_MS / 1000 + 1)
         return super().receive()
+
+    def is_alive(self, sender: bytes) -> bool:
+        """Whether the connection that carries the heartbeats of a sender stands. One whose key is not allowed any more
+        counts as gone."""
+        if not self._doorkeeper.admits(self.key_of(sender)):
+            return False
+        try:
+            self._socket.send_multipart([sender + HEARTBEAT_SUFFIX.encode(), b""], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
+                raise
+            return error.errno == errno.EAGAIN  # it is there, but its loop has read none of these for very long
+        return True
 
     def _receive_part(self) -> bytes:
         self._frame = self._socket.recv(zmq.DONTWAIT, copy=False)

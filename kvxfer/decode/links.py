@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from kvxfer.control.heartbeat import Heartbeat, return_s
 from kvxfer.control.messages import (
     DecodeToPrefill,
     Goodbye,
@@ -78,7 +79,7 @@ class SourceLinks:
         self._peers.clear()
 
     def tick(self, now: float) -> None:
-        """Say hello again, ping, look after pulls; give up those that were silent for too long."""
+        """Say hello again, tell the floor, look after pulls; give up those that are gone."""
         news = self._credentials.reload()
         if news is not None:
             self._sidecar.log.warning("%s", news)
@@ -89,8 +90,8 @@ class SourceLinks:
                 if now - peer.began_at > timeout_s:
                     detail = f"did not pair within {timeout_s} s: is it running and reachable there?"
                     self.lose(incarnation, Reason.PEER_UNREACHABLE, detail, now)
-            elif now - peer.heard_at > timeout_s:
-                self.lose(incarnation, Reason.PEER_LOST, f"was silent for {now - peer.heard_at:.1f} s", now)
+            elif peer.absence.look(now, is_there=peer.heartbeat.is_up()) > return_s(timeout_s):
+                self.lose(incarnation, Reason.PEER_LOST, f"gave no sign of life for {timeout_s} s", now)
             else:
                 self._poll_pull(peer, now)
                 if now - peer.pinged_at > timeout_s / _PINGS_PER_TIMEOUT:
@@ -106,10 +107,12 @@ class SourceLinks:
             self._num_connections += 1
             name = f"{self._sidecar.incarnation}-{self._num_connections:x}"
             connection = Connection(source.endpoint, name, self._credentials, source.key)
+            timeout_s = self._config.peer_timeout_s
+            heartbeat = Heartbeat(source.endpoint, name, self._credentials, source.key, timeout_s)
         except ProtocolError as error:
             self._core.peer_gone(source.incarnation, Reason.PEER_UNREACHABLE, str(error), now)
             return
-        peer = PrefillPeer(source, connection, self._hello(source), now, now, hello_at=now)
+        peer = PrefillPeer(source, connection, heartbeat, self._hello(source), now, hello_at=now)
         self._peers[source.incarnation] = peer
         self._sidecar.watch(connection, lambda at: self._receive(peer, at))
         peer.say_hello(now)
@@ -137,7 +140,6 @@ class SourceLinks:
 
     def _receive(self, peer: PrefillPeer, now: float) -> None:
         def handle(_sender: bytes, message: Message, _request_id: int) -> None:
-            peer.heard_at = now
             match message:
                 case Welcome() if not peer.is_paired:
                     self._welcomed(peer, message, now)
@@ -148,8 +150,6 @@ class SourceLinks:
                     self.lose(peer.source.incarnation, message.reason or Reason.PEER_REFUSED, detail, now)
                 case Goodbye():
                     self.lose(peer.source.incarnation, Reason.PEER_LOST, "it said goodbye", now, logging.INFO)
-                case Ping():
-                    return
                 case _ if peer.is_paired:
                     self._core.receive(peer.source.incarnation, message, now)  # type: ignore[arg-type]
 

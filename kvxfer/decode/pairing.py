@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvxfer.control.channel import REMOTE
 from kvxfer.control.codec import encode
+from kvxfer.control.heartbeat import Absence, Heartbeat
 from kvxfer.control.messages import DecodeToPrefill, Hello, Source, Welcome
 from kvxfer.control.peer_channel import Connection
 from kvxfer.control.pull_share import PullConnection, SharedPool
@@ -24,11 +25,12 @@ class PrefillPeer:
 
     source: Source
     connection: Connection
+    heartbeat: Heartbeat
     hello: Hello
     began_at: float
-    heard_at: float
     hello_at: float | None = None  # when to say hello (again)
     pinged_at: float = 0.0
+    absence: Absence = field(default_factory=Absence)
     is_paired: bool = False
     info: SourceInfo | None = None  # what was agreed on, while the core is not told yet
     pull: PullConnection | None = None  # asks for the source's pool
@@ -56,6 +58,7 @@ class PrefillPeer:
     def close(self) -> None:
         """Hang up; a pull under way keeps its mapping until it has ended."""
         self.connection.close()
+        self.heartbeat.close()
         if self.pull is not None:
             self.pull.close()
         if self.shared is not None:

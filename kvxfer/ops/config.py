@@ -76,9 +76,9 @@ class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One prefill agent.
 
     `socket_dir` is the directory of the sockets to its worker. Decode agents reach it at `listen_host:listen_port`
-    (port 0: any free one); tickets name `advertise_host` instead of `listen_host` where it is set. A peer that was
-    silent for `peer_timeout_s` seconds is gone. Told to stop, it takes on nothing new and gives what is open `drain_s`
-    seconds to end.
+    (port 0: any free one); tickets name `advertise_host` instead of `listen_host` where it is set. A peer that gives
+    no sign of life for `peer_timeout_s` seconds is gone. Told to stop, it takes on nothing new and gives what is open
+    `drain_s` seconds to end.
     """
 
     socket_dir: _Filled

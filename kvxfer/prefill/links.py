@@ -7,10 +7,10 @@ import time
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
 from kvxfer.control.codec import encode
 from kvxfer.control.doorkeeper import DoorCounts
+from kvxfer.control.heartbeat import LOOK_EVERY_S, PeerLife
 from kvxfer.control.messages import (
     AbortLeg,
     Goodbye,
@@ -18,7 +18,6 @@ from kvxfer.control.messages import (
     Message,
     NewRegion,
     NotReady,
-    Ping,
     PrefillToDecode,
     Refused,
     Welcome,
@@ -32,8 +31,6 @@ from kvxfer.slot_memory import PROBE_BYTES
 from kvxfer.transfer import Reason
 from kvxfer.transports.base import Completion
 
-_PINGS_PER_TIMEOUT = 4
-
 
 @dataclass(slots=True)
 class _Peer:
@@ -41,8 +38,8 @@ class _Peer:
 
     sender: bytes
     hello: Hello
-    heard_at: float
-    pinged_at: float = 0.0
+    life: PeerLife
+    is_full: bool = False  # it did not take a message, which is lost
 
 
 class PeerLinks:
@@ -59,6 +56,7 @@ class PeerLinks:
         self._pull_path = pull_path
         self._peers: dict[str, _Peer] = {}  # by incarnation
         self._names: dict[bytes, str] = {}  # incarnation by connection
+        self._look_at = 0.0
         slots = sidecar.slots
         probe_address = slots.memory.address + slots.probe_offset_bytes
         self._prober = Prober(sidecar.transport, probe_address, PROBE_BYTES, time.perf_counter)
@@ -83,7 +81,7 @@ class PeerLinks:
         def handle(sender: bytes, message: Message, _request_id: int) -> None:
             peer = self._names.get(sender)
             if peer is not None:
-                self._peers[peer].heard_at = now
+                self._peers[peer].life.heard(now)
             match message:
                 case Hello():
                     self._hello(sender, message, now)
@@ -122,7 +120,7 @@ class PeerLinks:
             self._listener.send(sender, encode(refusal))
             return
         self._forget(hello.incarnation, Reason.PEER_LOST, now)
-        self._peers[hello.incarnation] = _Peer(sender, hello, now)
+        self._peers[hello.incarnation] = _Peer(sender, hello, PeerLife(now))
         self._names[sender] = hello.incarnation
         unpaired = self._prober.begin(hello, info)
         if unpaired is not None:
@@ -188,7 +186,7 @@ class PeerLinks:
         """To a peer, if it is one."""
         known = self._peers.get(peer)
         if known is not None and not self._listener.send(known.sender, encode(message)):
-            known.heard_at = -np.inf  # its queue is full, or it is gone: the next tick gives it up
+            known.is_full = True  # or it is gone: the next tick gives it up
 
     def lose_all(self, reason: Reason, now: float) -> None:
         """Give every peer up."""
@@ -202,16 +200,24 @@ class PeerLinks:
             self.send(peer, Goodbye(incarnation=self._sidecar.incarnation))
 
     def tick(self, now: float) -> None:
-        """Ping the peers; give up those that were silent for too long; tell who did not get in."""
+        """Give up peers that are gone; tell who did not get in."""
         for news in self._listener.news():
             self._sidecar.log.warning("%s", news)
-        for name, peer in list(self._peers.items()):
-            if now - peer.heard_at > self._peer_timeout_s:
-                self._sidecar.log.warning("decode agent %s was silent for %.1f s", name, now - peer.heard_at)
-                self.lose(name, Reason.PEER_LOST, now)
-            elif now - peer.pinged_at > self._peer_timeout_s / _PINGS_PER_TIMEOUT:
-                peer.pinged_at = now
-                self.send(name, Ping(incarnation=self._sidecar.incarnation))
+        if now >= self._look_at:
+            self._look_at = now + LOOK_EVERY_S
+            self._receive(now)  # what came while the loop was held counts first
+            for name in list(self._peers):
+                self._look_after(name, now)
+
+    def _look_after(self, name: str, now: float) -> None:
+        peer = self._peers[name]
+        if peer.is_full:
+            self._sidecar.log.warning("decode agent %s does not take messages", name)
+        elif not peer.life.look(now, self._peer_timeout_s, is_there=self._listener.is_alive(peer.sender)):
+            self._sidecar.log.warning("decode agent %s has given no sign of life for too long", name)
+        else:
+            return
+        self.lose(name, Reason.PEER_LOST, now)
 
     def probe_ended(self, completion: Completion, now: float) -> None:
         """A write that is none of the core's has ended: a measurement goes on, or a pairing is complete."""

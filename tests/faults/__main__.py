@@ -10,6 +10,7 @@ import time
 import msgspec
 
 from tests.faults.chosen import CHOSEN
+from tests.faults.held_loops import HELD_LOOPS
 from tests.faults.matrix import ALL
 from tests.faults.runner import Scenario, run_all
 from tests.faults.scenarios import SCENARIOS
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=NUM_PARALLEL, help="scenarios beside each other")
     parser.add_argument("--json", action="store_true", help="one line of JSON each")
     arguments = parser.parse_args()
-    pool: list[Scenario] = [*ALL, *SCENARIOS] if arguments.all or arguments.only else CHOSEN
+    pool: list[Scenario] = [*ALL, *SCENARIOS, *HELD_LOOPS] if arguments.all or arguments.only else CHOSEN
     scenarios = [each for each in pool if arguments.only in each.name]
     began_s = time.monotonic()
     num_bad = 0

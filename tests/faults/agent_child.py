@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from tests.faults.census import census
 from tests.faults.forked import Message, Wire
 
 _HOLD_S = 60.0
+_c_with_interpreter_lock = ctypes.PyDLL(None)  # unlike `CDLL`, it does not let other threads run Python
 
 POINTS = (
     "before grant",
@@ -121,7 +123,7 @@ def hold_decode(agent: DecodeAgent, holds: Holds) -> None:
 
 
 def run_agent(config: PrefillConfig | DecodeConfig, wire: Wire) -> None:
-    """Serve until SIGTERM. Says once that it is ready; answers `census`, takes `arm`, `go` and `delay`."""
+    """Serve until SIGTERM. Says once that it is ready; answers `census`, takes `arm`, `go`, `delay` and `seize`."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     holds = Holds(wire)
     agent: PrefillAgent | DecodeAgent
@@ -141,6 +143,9 @@ def run_agent(config: PrefillConfig | DecodeConfig, wire: Wire) -> None:
                 wire.send({"re": message["id"]})
             case "go":
                 holds.go()
+            case "seize":
+                _c_with_interpreter_lock.usleep(int(message["seconds"] * 1e6))
+                wire.send({"re": message["id"]})
             case "delay":
                 transport = agent._sidecar.transport
                 assert isinstance(transport, LoopbackTransport)
