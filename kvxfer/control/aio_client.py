@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
-from kvxfer.control.client_link import AgentLink
+from kvxfer.control.client_link import AgentLink, HandedOver, hand_over_pool
 from kvxfer.control.client_requests import (
     ChunkPages,
     ReceivePages,
@@ -22,7 +21,7 @@ from kvxfer.control.client_requests import (
     ticket_request,
     transfer_id,
 )
-from kvxfer.control.handoff import HandoffConnection, hand_over
+from kvxfer.control.handoff_messages import PoolPlacement
 from kvxfer.control.messages import (
     AbortTransfer,
     Attached,
@@ -53,6 +52,7 @@ class _AsyncClient:
         self._loop = loop
         self._changed = asyncio.Event()
         self._attached: Attached | None = None
+        self._feeding: asyncio.TimerHandle | None = None  # while the stream has no room for entries that are wanted
         self._descriptors: tuple[int, ...] = (link.channel.fileno(), link.handoff.fileno())
         for descriptor in self._descriptors:
             loop.add_reader(descriptor, self._drain)
@@ -64,14 +64,15 @@ class _AsyncClient:
         memory: HostMemory,
         layout: PoolLayout,
         *,
+        placement: PoolPlacement | None = None,
         timeout_s: float = 10.0,
     ) -> Self:
         """As `PrefillClient.connect`. The hand-over itself runs on a thread of its own."""
-        deadline_s = time.monotonic() + timeout_s
-        handoff = await _hand_over(socket_dir, memory, layout, timeout_s)
-        client = cls(AgentLink(socket_dir, handoff), asyncio.get_running_loop())
+        handed_over = await _hand_over(socket_dir, memory, layout, placement, timeout_s)
+        client = cls(AgentLink(socket_dir, handed_over), asyncio.get_running_loop())
         try:
-            reply = await client._call(AttachWorker(pool=handoff.pool), deadline_s - time.monotonic())
+            attach = AttachWorker(pool=handed_over.connection.pool)
+            reply = await client._call(attach, timeout_s - handed_over.waited_s)
             client._attached = check_role(reply, cls._is_prefill, socket_dir)
         except BaseException:
             client.close()
@@ -161,10 +162,20 @@ class _AsyncClient:
                 self._link.drain()
         if self._core.lost is not None:
             self._stop_reading()
+        if self._link.backlog_s is not None and self._feeding is None:
+            self._feeding = self._loop.call_later(self._link.backlog_s, self._feed)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
+    def _feed(self) -> None:
+        """Enqueue entries for which there was no room."""
+        self._feeding = None
+        self._drain()
+
     def _stop_reading(self) -> None:
+        if self._feeding is not None:
+            self._feeding.cancel()
+            self._feeding = None
         for descriptor in self._descriptors:
             self._loop.remove_reader(descriptor)
         self._descriptors = ()
@@ -195,6 +206,10 @@ class AsyncPrefillClient(_AsyncClient):
         assert isinstance(reply, TicketMade)
         return reply.ticket
 
+    def mark(self, stream: object | None = None) -> int:
+        """As `PrefillClient.mark`."""
+        return self._link.mark(stream)
+
     async def submit(
         self,
         transfer: Ticket | str,
@@ -203,11 +218,13 @@ class AsyncPrefillClient(_AsyncClient):
         layers: tuple[int, int] | None = None,
         last: bool = False,
         aux: bytes = b"",
+        ready: int | None = None,
         deadline_s: float = 60.0,
         timeout_s: float = 10.0,
     ) -> None:
         """As `PrefillClient.submit`."""
-        await self._call(submit_request(transfer, groups, layers, last, aux, deadline_s), timeout_s)
+        marked = self.mark() if ready is None else ready
+        await self._call(submit_request(transfer, groups, layers, last, aux, deadline_s, marked), timeout_s)
 
 
 class AsyncDecodeClient(_AsyncClient):
@@ -232,10 +249,14 @@ class AsyncDecodeClient(_AsyncClient):
 
 
 async def _hand_over(
-    socket_dir: str | os.PathLike[str], memory: HostMemory, layout: PoolLayout, timeout_s: float
-) -> HandoffConnection:
+    socket_dir: str | os.PathLike[str],
+    memory: HostMemory,
+    layout: PoolLayout,
+    placement: PoolPlacement | None,
+    timeout_s: float,
+) -> HandedOver:
     executor = ThreadPoolExecutor(1, "kvxfer-handoff")
-    future = executor.submit(hand_over, socket_dir, memory, layout, timeout_s)
+    future = executor.submit(hand_over_pool, socket_dir, memory, layout, placement, timeout_s)
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
@@ -245,6 +266,6 @@ async def _hand_over(
         executor.shutdown(wait=False)
 
 
-def _close_unwanted(future: Future[HandoffConnection]) -> None:
+def _close_unwanted(future: Future[HandedOver]) -> None:
     if not future.cancelled() and future.exception() is None:
         future.result().close()

@@ -23,7 +23,7 @@ from typing import Self, TypeVar
 
 from kvxfer.control.aio_client import AsyncDecodeClient, AsyncPrefillClient
 from kvxfer.control.channel import Selector
-from kvxfer.control.client_link import AgentLink
+from kvxfer.control.client_link import AgentLink, hand_over_pool
 from kvxfer.control.client_requests import (
     ChunkPages,
     ReceivePages,
@@ -34,7 +34,7 @@ from kvxfer.control.client_requests import (
     ticket_request,
     transfer_id,
 )
-from kvxfer.control.handoff import hand_over
+from kvxfer.control.handoff_messages import PoolPlacement
 from kvxfer.control.messages import (
     AbortTransfer,
     Attached,
@@ -81,20 +81,26 @@ class _Client:
         memory: HostMemory,
         layout: PoolLayout,
         *,
+        placement: PoolPlacement | None = None,
         timeout_s: float = 10.0,
     ) -> Self:
         """Hand the pool `memory`, which lies as `layout` says, to the agent at `socket_dir` and attach to it.
 
-        Waits up to `timeout_s` in all, also for an agent that has yet to start. `memory` stays the caller's: close it
-        after the client. Raises `HandoffError` where the agent refuses the pool, `LayoutError` where `layout` goes
-        beyond it, `RefusedError` where the agent takes no worker, `PairingError` for an agent of the other role,
-        `AgentLostError` where there is none, `ControlTimeoutError` where it does not answer.
+        `placement`: who moves the pool's rows. `"agent"`: the agent maps the pool (default of host pools). `"worker"`:
+        a stream of this process, by the agent's orders, and no other process ever sees the pool. The stream is fed from
+        within this client's calls.
+
+        Waits for the agent up to `timeout_s` in all, also for one that has yet to start. `memory` stays the caller's:
+        close it after the client. Raises `HandoffError` where the agent refuses the pool, `LayoutError` where `layout`
+        goes beyond it, `RefusedError` where the agent takes no worker, `PairingError` for an agent of the other role,
+        `AgentLostError` where there is none, `ControlTimeoutError` where it does not answer, `ContractError` for a
+        placement that the memory cannot have.
         """
-        deadline_s = time.monotonic() + timeout_s
-        handoff = hand_over(socket_dir, memory, layout, timeout_s)
-        client = cls(AgentLink(socket_dir, handoff))
+        handed_over = hand_over_pool(socket_dir, memory, layout, placement, timeout_s)
+        client = cls(AgentLink(socket_dir, handed_over))
         try:
-            reply = client._call(AttachWorker(pool=handoff.pool), deadline_s - time.monotonic())
+            attach = AttachWorker(pool=handed_over.connection.pool)
+            reply = client._call(attach, timeout_s - handed_over.waited_s)
             client._attached = check_role(reply, cls._is_prefill, socket_dir)
         except BaseException:
             client.close()
@@ -176,7 +182,8 @@ class _Client:
         self._link.flush()
         while (found := look()) is None:
             remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
-            self._selector.wait(remaining_s)
+            waits_s = [each for each in (remaining_s, self._link.backlog_s) if each is not None]
+            self._selector.wait(min(waits_s, default=None))
             self._link.drain()
             if remaining_s is not None and remaining_s <= 0:
                 return look()
@@ -215,6 +222,14 @@ class PrefillClient(_Client):
         assert isinstance(reply, TicketMade)
         return reply.ticket
 
+    def mark(self, stream: object | None = None) -> int:
+        """A value for `submit(ready=)`: the timeline reaches it once `stream` has done what it was given so far.
+
+        `stream`: one of the pool's device, a `torch.cuda.Stream` or its handle; None for the current one. For host
+        pools None alone: their rows are written when the call that writes them returns. Raises `AgentLostError`.
+        """
+        return self._link.mark(stream)
+
     def submit(
         self,
         transfer: Ticket | str,
@@ -223,20 +238,23 @@ class PrefillClient(_Client):
         layers: tuple[int, int] | None = None,
         last: bool = False,
         aux: bytes = b"",
+        ready: int | None = None,
         deadline_s: float = 60.0,
         timeout_s: float = 10.0,
     ) -> None:
-        """Hand over one chunk whose KV is complete in its pages. The pages may change after `source_free` or the
-        terminal event, not before.
+        """Hand over one chunk whose KV is complete in its pages, or will be once the timeline has reached `ready`. The
+        pages may change after `source_free` or the terminal event, not before.
 
         `transfer`: the ticket, its text, or the transfer's id. `groups`: by name as in the layout; a group without
         rows in this chunk is left out. `layers`: global layers `(first, end)` that are complete, None for all.
-        `last`: no chunk follows. `aux`: up to 64 KiB that arrive with `landed`.
+        `last`: no chunk follows. `aux`: up to 64 KiB that arrive with `landed`. `ready`: what `mark` has returned; None
+        marks the current stream here and now.
         Raises `RefusedError` with `reason` and `detail` (nothing was changed), `ContractError` for pages or ranges that
         cannot be, `AgentLostError`, and `ControlTimeoutError`: then the transfer is aborted, for nobody knows whether
         the chunk was accepted.
         """
-        self._call(submit_request(transfer, groups, layers, last, aux, deadline_s), timeout_s)
+        marked = self.mark() if ready is None else ready
+        self._call(submit_request(transfer, groups, layers, last, aux, deadline_s, marked), timeout_s)
 
 
 class DecodeClient(_Client):

@@ -18,6 +18,7 @@ from kvxfer.control.messages import (
     AbortTransfer,
     Attached,
     AttachWorker,
+    MoreEntries,
     NewTicket,
     Ok,
     Open,
@@ -59,9 +60,13 @@ class ClientCore:
     cannot be read, events of transfers that are not open, answers nobody asked for, words of a lost agent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_stream: bool = False) -> None:
+        """`has_stream`: a stream of this worker moves the pool's rows, so that the agent may want entries of it."""
         self.outgoing: deque[bytes] = deque()
         self.dropped = 0
+        self.num_entries_wanted = 0
+        """Entries that the agent wants enqueued, counted since the ring was made."""
+        self._has_stream = has_stream
         self.lost: str | None = None
         """Why there is no agent any more; None while there is one."""
         self._next_id = 1
@@ -81,7 +86,7 @@ class ClientCore:
 
         Raises `ContractError` for one that the agent could not read, `AgentLostError` where there is no agent.
         """
-        self._check_alive()
+        self.check_alive()
         try:
             frame = encode(request, self._next_id)
             decode(frame)  # Whatever the agent would drop is the caller's error, here and now.
@@ -104,6 +109,8 @@ class ClientCore:
             return
         if isinstance(message, TransferEvent):
             self._apply_event(message)
+        elif isinstance(message, MoreEntries) and self._has_stream:
+            self.num_entries_wanted = max(self.num_entries_wanted, message.num_entries)
         elif isinstance(message, WorkerReply) and self._is_answer(request_id, message):
             self._apply_reply(request_id, message)
         else:
@@ -129,10 +136,19 @@ class ClientCore:
         """
         reply, _ = self._replies.pop(request_id, (None, None))
         if reply is None:
-            self._check_alive()
+            self.check_alive()
         if isinstance(reply, Refused):
             raise RefusedError(reply.detail, reply.reason, reply.field)
         return reply
+
+    def tell(self, request: WorkerRequest) -> None:
+        """Queue `request`; nobody waits for its answer. Raises as `request`."""
+        self._pending[self.request(request)].given_up = True
+
+    def check_alive(self) -> None:
+        """Raises `AgentLostError` where there is no agent any more."""
+        if self.lost is not None:
+            raise AgentLostError(f"no agent any more: {self.lost}; connect anew")
 
     def give_up(self, request_id: int) -> None:
         """The caller no longer waits: what the request has opened, or may have, is aborted."""
@@ -147,7 +163,7 @@ class ClientCore:
                 self._open.add(transfer)
                 self._doubtful.add(transfer)
         if transfer is not None and self.lost is None:
-            self._abort_unasked(transfer)
+            self.tell(AbortTransfer(transfer=transfer))
 
     def take_event(self) -> TransferEvent | None:
         """The oldest event of the transfer that has waited longest, or None.
@@ -155,7 +171,7 @@ class ClientCore:
         Raises `AgentLostError` where none will ever come.
         """
         if not self._events:
-            self._check_alive()
+            self.check_alive()
             return None
         transfer, events = next(iter(self._events.items()))
         event = events.popleft()
@@ -175,17 +191,13 @@ class ClientCore:
             raise ContractError(
                 f"transfer {transfer}: not open here: it is unknown, or its terminal event was taken already"
             )
-        self._check_alive()
+        self.check_alive()
         return None
 
     def _end(self, detail: str) -> None:
         self.lost = detail
         self.outgoing.clear()
         self._pending.clear()
-
-    def _check_alive(self) -> None:
-        if self.lost is not None:
-            raise AgentLostError(f"no agent any more: {self.lost}; connect anew")
 
     def _apply_event(self, event: TransferEvent) -> None:
         if event.transfer not in self._open:
@@ -206,7 +218,7 @@ class ClientCore:
         if isinstance(request, AbortTransfer) and isinstance(reply, Refused) and _is_unknown(reply):
             reply = Ok()  # It ended by itself in the meantime.
         if isinstance(reply, TicketMade) and pending.given_up:
-            self._abort_unasked(reply.ticket.transfer)  # Nobody has seen the ticket.
+            self.tell(AbortTransfer(transfer=reply.ticket.transfer))  # Nobody has seen the ticket.
             return
         transfer = reply.ticket.transfer if isinstance(reply, TicketMade) else _opens(request)
         if transfer is not None:
@@ -223,9 +235,6 @@ class ClientCore:
         elif transfer in self._doubtful and all(_opens(other.request) != transfer for other in self._pending.values()):
             # The agent never had it, so it touches no page of it.
             self._fail(transfer, reply.reason, reply.detail)
-
-    def _abort_unasked(self, transfer: str) -> None:
-        self._pending[self.request(AbortTransfer(transfer=transfer))].given_up = True
 
     def _fail(self, transfer: str, reason: Reason | None, detail: str) -> None:
         self._apply_event(TransferEvent(transfer=transfer, event=EventKind.FAILED, reason=reason, detail=detail[:2000]))

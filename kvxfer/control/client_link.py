@@ -4,29 +4,96 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 
 from kvxfer.control.channel import REMOTE, WorkerConnection
 from kvxfer.control.client_core import ClientCore
-from kvxfer.control.handoff import HandoffConnection
+from kvxfer.control.handoff import HandoffConnection, hand_over, share_stream
+from kvxfer.control.handoff_messages import PoolPlacement
+from kvxfer.control.messages import SlotsMapped
+from kvxfer.control.worker_stream import DRAIN_S, WorkerStream
+from kvxfer.errors import ContractError, HandoffError
+from kvxfer.layout import PoolLayout
+from kvxfer.memory import HostMemory
+from kvxfer.streams.host_stream import HostRowStream
 
 _LAST_WORDS_S = 0.2
+_BACKLOG_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A pool that an agent has taken, and the stream that moves its rows, where this worker has one. Owns both.
+
+    `waited_s` is the time that the agent took; a stream may take some more to be made.
+    """
+
+    connection: HandoffConnection
+    waited_s: float
+    stream: WorkerStream | None = None
+
+    def close(self) -> None:
+        """Let the stream come to rest, then hang up."""
+        if self.stream is not None:
+            self.stream.close()
+        self.connection.close()
+
+
+def hand_over_pool(
+    socket_dir: str | os.PathLike[str],
+    memory: HostMemory,
+    layout: PoolLayout,
+    placement: PoolPlacement | None,
+    timeout_s: float,
+) -> HandedOver:
+    """Hand `memory` over as its placement says. Raises as `hand_over`, and `ContractError` for a placement that the
+    memory cannot have."""
+    began_s = time.monotonic()
+    if placement == "agent" or placement is None:
+        return HandedOver(hand_over(socket_dir, memory, layout, timeout_s), time.monotonic() - began_s)
+    if placement != "worker":
+        raise ContractError(f"placement: got {placement!r}, expected 'agent' or 'worker'")
+    connection, shared = share_stream(socket_dir, memory.num_bytes, layout, timeout_s)
+    waited_s = time.monotonic() - began_s
+    try:
+        stream = HostRowStream(shared.ring, memory, shared.slots)
+    except BaseException:
+        connection.close()
+        shared.close()
+        raise
+    return HandedOver(connection, waited_s, WorkerStream(stream, shared))
 
 
 class AgentLink:
-    """Channel and hand-over connection to one run of an agent. Owns both."""
+    """Channel and hand-over connection to one run of an agent, and the stream that it orders. Owns all of them."""
 
-    def __init__(self, socket_dir: str | os.PathLike[str], handoff: HandoffConnection) -> None:
-        """Connect the channel; take over `handoff`."""
-        self.core = ClientCore()
-        self.handoff = handoff
+    def __init__(self, socket_dir: str | os.PathLike[str], handed_over: HandedOver) -> None:
+        """Connect the channel; take over `handed_over`."""
+        self.stream = handed_over.stream
+        self.core = ClientCore(has_stream=self.stream is not None)
+        self.handoff = handed_over.connection
         try:
             self.channel = WorkerConnection(socket_dir)
         except BaseException:
-            handoff.close()
+            handed_over.close()
             raise
 
+    @property
+    def backlog_s(self) -> float | None:
+        """After so many seconds `drain()` should be called even if nothing has arrived: the stream may have room for
+        entries again. None where there is none to be enqueued."""
+        return _BACKLOG_S if self.stream is not None and self.stream.has_backlog else None
+
+    def mark(self, stream: object | None) -> int:
+        """The value that the timeline has reached once `stream` has done what it was given so far; 0 for a pool without
+        a timeline: what is in it is there. Raises `AgentLostError`."""
+        self.core.check_alive()
+        return 0 if self.stream is None else self.stream.mark(stream)
+
     def flush(self) -> None:
-        """Send what the core wants sent, as far as the agent takes it; the rest goes another time."""
+        """Enqueue and send what is wanted, as far as there is room; the rest goes another time."""
+        if self.stream is not None:
+            self.stream.feed()
         outgoing = self.core.outgoing
         while outgoing and self.channel.send(REMOTE, outgoing[0]):
             outgoing.popleft()
@@ -37,13 +104,36 @@ class AgentLink:
         Only the end of the hand-over connection proves that the agent is gone and its pool quiet: an agent that is
         silent, stopped or confused may still touch pages.
         """
-        gone = self.handoff.lost()
+        gone = None
+        try:
+            if self.handoff.lost():
+                gone = "it has ended or hung up"
+            self._map_moved_slots()
+        except HandoffError as error:
+            gone = f"its slots have moved to memory that cannot be used here: {error}"
         while (received := self.channel.receive()) is not None:
             self.core.receive(received[1])
-        if gone:
-            self._hear_last_words()
-            self.core.agent_lost("it has ended or hung up")
+        if self.stream is not None:
+            self.stream.want(self.core.num_entries_wanted)
+        if gone is not None:
+            self._lose(gone)
         self.flush()
+
+    def _map_moved_slots(self) -> None:
+        while (moved := self.handoff.take_moved()) is not None:
+            if self.stream is None or self.core.lost is not None:
+                moved.memory.close()
+                continue
+            self.stream.replace_slots(moved.memory)
+            self.core.tell(SlotsMapped(move=moved.move))
+
+    def _lose(self, detail: str) -> None:
+        """Nobody gives orders any more. The own stream comes to rest before anybody is told that pages are quiet."""
+        if self.stream is not None:
+            self.stream.end()
+            self.stream.drain(DRAIN_S)
+        self._hear_last_words()
+        self.core.agent_lost(detail)
 
     def _hear_last_words(self) -> None:
         """What an agent says before it ends travels another way than its end, and may be a moment behind."""
@@ -56,7 +146,10 @@ class AgentLink:
                 self.core.receive(received[1])
 
     def close(self) -> None:
-        """Close both wires: the agent takes the worker for gone. Calling it again does nothing."""
+        """Let the stream come to rest, then close both wires: the agent takes the worker for gone. Calling it again
+        does nothing."""
         self.core.close()
+        if self.stream is not None:
+            self.stream.close()
         self.channel.close()
         self.handoff.close()

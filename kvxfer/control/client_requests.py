@@ -89,8 +89,11 @@ def submit_request(
     last: bool,
     aux: bytes,
     deadline_s: float,
+    ready: int = 0,
 ) -> Submit:
-    """Hand one chunk to the agent. Raises `ContractError` naming the group and what is wrong with it."""
+    """Hand one chunk to the agent; it is complete once the timeline has reached `ready`.
+
+    Raises `ContractError` naming the group and what is wrong with it."""
     return Submit(
         transfer=transfer_id(transfer),
         groups=tuple(_group(name, chunk, ()) for name, chunk in groups.items()),
@@ -98,6 +101,7 @@ def submit_request(
         last=last,
         aux=aux,
         deadline_s=float(deadline_s),
+        ready=ready,
     )
 
 

@@ -1,0 +1,125 @@
+"""The worker's end of a ring: feeds the stream that moves rows for the agent, from within the worker's own calls.
+
+Nothing here waits for the agent or runs by itself: `feed()` enqueues what the agent has asked for, as far as the
+stream has room, and is called whenever the worker asks or hears anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+from kvxfer.control.handoff import StreamMemory
+from kvxfer.errors import AgentLostError
+from kvxfer.memory import HostMemory
+from kvxfer.streams.ring import MemoryIndex, OrderCode
+from kvxfer.streams.row_stream import RowStream
+
+MAX_UNFINISHED = 256
+"""Entries that may be enqueued and not done. Each takes room in a launch queue, and a full one blocks the worker."""
+DRAIN_S = 5.0
+"""A stream that has nothing left to wait for ends what it has begun long before."""
+_NAP_S = 0.0002
+
+_log = logging.getLogger("kvxfer.worker")
+
+
+class WorkerStream:
+    """Owns a stream and the memory that the agent shares with it; `close()` gives all back, in this order."""
+
+    def __init__(self, stream: RowStream, memory: StreamMemory) -> None:
+        self._stream = stream
+        self._ring = memory.ring
+        self._slots = [memory.slots]  # the newest last; older ones stay mapped, the stream may know them
+        self._num_wanted = 0
+        self._num_enqueued = 0
+        self._num_done = 0
+        self._is_ended = False
+        self._is_closed = False
+        self._pid = os.getpid()
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether `feed()` has something to enqueue as soon as there is room."""
+        return not self._is_ended and self._num_wanted > self._num_enqueued
+
+    def want(self, num_entries: int) -> None:
+        """The agent wants so many entries enqueued since the ring was made."""
+        self._num_wanted = max(self._num_wanted, num_entries)
+
+    def feed(self) -> None:
+        """Enqueue what is wanted, as far as there is room."""
+        if not self.has_backlog or self._pid != os.getpid():
+            return
+        self._look()
+        first = self._num_enqueued
+        while self._num_enqueued < min(self._num_wanted, self._num_done + MAX_UNFINISHED):
+            self._stream.enqueue(self._num_enqueued)
+            self._num_enqueued += 1
+        if self._num_enqueued > first:
+            self._ring.set_num_enqueued(self._num_enqueued)
+
+    def mark(self, stream: object | None) -> int:
+        """The value that the timeline has reached once `stream` has done what it was given so far.
+
+        Raises `AgentLostError` in a forked child: the stream is its parent's.
+        """
+        if self._pid != os.getpid():
+            raise AgentLostError("a forked child has no stream: connect anew")
+        return self._stream.mark(stream)
+
+    def replace_slots(self, slots: HostMemory) -> None:
+        """The agent's slots have moved to `slots`, which is this object's now; no order is under way."""
+        self._stream.set_memory(MemoryIndex.SLOTS, slots)
+        self._slots.append(slots)
+
+    def end(self) -> None:
+        """No agent gives orders any more: skip what has not ended and enqueue nothing. Calling it again does nothing.
+
+        A skipped entry touches no page, even if its turn comes late.
+        """
+        if self._is_ended or self._pid != os.getpid():
+            return
+        self._is_ended = True
+        self._ring.set_ended()
+        self._look()
+        for number in range(self._num_done, self._num_enqueued):
+            self._ring.order(number, OrderCode.SKIP)
+
+    def is_quiet(self) -> bool:
+        """Whether every entry that was enqueued has ended."""
+        if self._pid == os.getpid():
+            self._look()
+        return self._num_done == self._num_enqueued
+
+    def drain(self, timeout_s: float) -> bool:
+        """After `end()`: wait for what is under way; whether all has ended."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.is_quiet():
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_NAP_S)
+        return True
+
+    def close(self) -> None:
+        """End, wait for the stream and give everything back. Calling it again does nothing.
+
+        A stream that does not come to rest keeps its memory: what it still does must not hit anything else.
+        """
+        if self._is_closed or self._pid != os.getpid():
+            return
+        self._is_closed = True
+        self.end()
+        if not self.drain(DRAIN_S):
+            _log.error("the stream that moves rows has not ended within %.0f s: its memory stays mapped", DRAIN_S)
+            return
+        self._stream.close()
+        self._ring.close()
+        for slots in self._slots:
+            slots.close()
+
+    def _look(self) -> None:
+        """Count on over the entries that have ended; a stream ends them in order."""
+        while self._num_done < self._num_enqueued and self._ring.is_done(self._num_done):
+            self._num_done += 1
