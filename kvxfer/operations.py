@@ -68,6 +68,16 @@ class RowExecutor(Protocol):
         """Whether the worker can say when its rows are written."""
         ...
 
+    @property
+    def may_still_move(self) -> bool:
+        """After `stop()`: whether something may still write into slots, because the worker left without having ended
+        what it was given."""
+        ...
+
+    def hold(self, is_held: bool) -> None:
+        """Let nothing begin while `is_held`: the slots have moved, and the worker is to learn where."""
+        ...
+
     def gather(self, move: Move, slot: int, look: Callable[[], object] | None) -> None:
         """Pack a segment into `slot`, then call `look` in a thread: what it returns goes into `Moved.result`."""
         ...

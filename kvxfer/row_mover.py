@@ -73,6 +73,7 @@ class HostExecutor:
 
     has_timeline = False
     timeline = 0
+    may_still_move = False
 
     def __init__(self, mover: RowMover, pool: ByteArray, slot_view: Callable[[int], ByteArray]) -> None:
         """`pool` is `[pool_bytes]` uint8; `slot_view(slot)` gives `[slot_bytes]` uint8 of a slot as it is now."""
@@ -89,6 +90,9 @@ class HostExecutor:
         """`RowExecutor.scatter`."""
         work = partial(_scatter, self._pool, move.source, move.segment, self._slot_view(slot), look)
         self._mover.submit(move.operation, move.segment, move.cancel, work)
+
+    def hold(self, is_held: bool) -> None:
+        """Each move asks where its slot lies: nothing is held."""
 
     def expect(self, num_moves: int, ready: int) -> None:
         """Threads need not be told."""

@@ -89,7 +89,9 @@ class StreamMover:
         self._num_wanted = 0
         self._ready = 0
         self._error: str | None = None
+        self._is_held = False
         self._is_closed = False
+        self._may_still_move = False
         self._thread = threading.Thread(target=self._watch, name="kvxfer-stream-mover", daemon=True)
         self._thread.start()
 
@@ -97,6 +99,18 @@ class StreamMover:
     def timeline(self) -> int:
         """`RowExecutor.timeline`."""
         return self._ring.timeline
+
+    @property
+    def may_still_move(self) -> bool:
+        """`RowExecutor.may_still_move`."""
+        return self._may_still_move
+
+    def hold(self, is_held: bool) -> None:
+        """`RowExecutor.hold`."""
+        with self._changed:
+            self._is_held = is_held
+            self._look()
+            self._changed.notify()
 
     # ---- moves ----
 
@@ -181,6 +195,8 @@ class StreamMover:
     def stop(self, error: str) -> None:
         """`RowExecutor.stop`. A stream that still runs is left nothing to wait for."""
         with self._changed:
+            self._end_done()  # an owner that left in good order has ended them all
+            self._may_still_move = bool(self._running)
             self._error = error
             self._num_expected = self._ready = 0
             operations = list(dict.fromkeys([*(each.operation for each in self._running), *self._waiting]))
@@ -265,7 +281,7 @@ class StreamMover:
     def _give(self) -> bool:
         """Give orders to entries that have none, and skip those that nothing will follow for."""
         first_number, num_enqueued = self._next_number, self._num_enqueued()
-        while self._waiting and self._free_lanes and self._next_number < num_enqueued:
+        while self._waiting and self._free_lanes and self._next_number < num_enqueued and not self._is_held:
             operation = self._waiting[0]
             order = operation.orders.popleft()
             if not operation.orders:
@@ -298,6 +314,10 @@ class StreamMover:
         if operation.num_running or operation.orders:
             return
         number = operation.move.operation
+        if self._ring.has_ended:
+            # Its owner may have skipped it before the order was there.
+            self._mover.report(Moved(number, 0.0, "the worker's stream has ended", was_begun=True))
+            return
         if operation.is_cancelled:
             self._mover.report(Moved(number, 0.0, None, was_begun=False))
             return
