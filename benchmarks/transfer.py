@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvxfer.cli.bench_transfer import TransferCase, TransferResult, run_case
+from kvxfer.cli.bench_transfer import TransferResult, run_case
 from kvxfer.cli.output import Steps
+from kvxfer.cli.transfer_case import TransferCase
 from kvxfer.ops.config import TransferMode
 
 _CASE = TransferCase(

@@ -3,108 +3,28 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from kvxfer.cli import protocol
-from kvxfer.cli.ensemble import Ensemble, Move, Pool, Setup
-from kvxfer.cli.harness import Cast, Child
+from kvxfer.cli.bench_stage import Stage, Yardstick
+from kvxfer.cli.ensemble import Ensemble, Move, Pace, Pool
+from kvxfer.cli.harness import Cast
 from kvxfer.cli.output import Steps
 from kvxfer.cli.pools import SPARE_PAGES, GroupShape, Paging, cut_chunks, lay_out, page_tables
+from kvxfer.cli.transfer_case import TransferCase
 from kvxfer.control.messages import TransferStats
-from kvxfer.errors import ConfigError
 from kvxfer.layout import LayerRange, Placement, Shard
-from kvxfer.ops.config import SlotConfig, TransferMode, TransportName
-from kvxfer.ownership import local_len
 
-NUM_SLOTS, SLOT_BYTES = 4, 16 << 20
-"""64 MiB in few large slots: on one host a segment costs processor time, and more in flight gain nothing."""
-MAX_RANKS = 16
-MAX_MEMORY_SHARE = 0.6
-"""Of what is available: workers also take copies while they fill and compare pools, and others use the machine."""
-_YARDSTICK_TIMEOUT_S = 180.0
+_FILL_TIMEOUT_S = 180.0
 _SEED = 1
 
 
 @dataclass(frozen=True, slots=True)
-class TransferCase:
-    """The command line of the bench."""
-
-    transport: TransportName
-    mode: TransferMode
-    num_tokens: int
-    num_layers: int
-    row_bytes: int
-    page_tokens: int
-    pages: Literal["shuffled", "adjacent"]
-    num_ranks: int
-    interleave: int
-    chunk_tokens: int
-    num_repeats: int
-    num_slots: int = NUM_SLOTS
-    slot_bytes: int = SLOT_BYTES
-
-    def check(self) -> None:
-        """Raise `ConfigError` for values that make no bench."""
-        minimum = {"tokens": (self.num_tokens, 0), "layers": (self.num_layers, 1), "row-bytes": (self.row_bytes, 1)}
-        minimum |= {"page": (self.page_tokens, 1), "dcp": (self.num_ranks, 1), "interleave": (self.interleave, 1)}
-        minimum |= {"chunk": (self.chunk_tokens, 1), "repeat": (self.num_repeats, 1)}
-        for name, (got, least) in minimum.items():
-            if got < least:
-                raise ConfigError(f"--{name}: got {got}, expected at least {least}")
-        if not 1 <= self.num_slots <= 4096 or self.slot_bytes < 4096:
-            raise ConfigError(
-                f"--num-slots, --slot-kib: got {self.num_slots} slots of {self.slot_bytes >> 10} KiB, "
-                "expected 1 to 4096 of at least 4 KiB"
-            )
-        if self.row_bytes > self.slot_bytes:
-            raise ConfigError(f"--row-bytes: got {self.row_bytes}, expected at most a slot, {self.slot_bytes}")
-        if self.num_ranks > MAX_RANKS:
-            raise ConfigError(f"--dcp: got {self.num_ranks}, expected at most {MAX_RANKS}: each rank is two processes")
-
-    def check_memory(self, available_bytes: int) -> None:
-        """Raise `ConfigError` where the run would take more than `MAX_MEMORY_SHARE` of `available_bytes`."""
-        src_slots, dst_slots = self.slots()
-        slot_bytes = src_slots.num_slots * src_slots.slot_bytes
-        slot_bytes += self.num_ranks * dst_slots.num_slots * dst_slots.slot_bytes
-        # The KV lies in the source pool, split over the decode pools, and at both ends of the yardstick.
-        needed_bytes = 4 * self.num_bytes + slot_bytes
-        limit_bytes = int(available_bytes * MAX_MEMORY_SHARE)
-        if needed_bytes > limit_bytes:
-            raise ConfigError(
-                f"--tokens, --layers, --row-bytes: got pools and slots of {needed_bytes >> 20} MiB in all, expected at "
-                f"most {limit_bytes >> 20} MiB, {MAX_MEMORY_SHARE:.0%} of the memory that is available"
-            )
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_tokens * self.num_layers * self.row_bytes
-
-    def slots(self) -> tuple[SlotConfig, SlotConfig]:
-        """Slots of the prefill agent and of each decode agent.
-
-        `serial` packs the whole chunk of a rank into one slot before it sends anything: its slots grow with the chunk,
-        and the sender needs one for each rank.
-        """
-        if self.mode != "serial":
-            slots = SlotConfig(num_slots=self.num_slots, slot_bytes=self.slot_bytes)
-            return slots, slots
-        num_rows = max(
-            local_len(shard, min(first + self.chunk_tokens, self.num_tokens)) - local_len(shard, first)
-            for shard in (Shard(rank, self.num_ranks, self.interleave) for rank in range(self.num_ranks))
-            for first in range(0, max(self.num_tokens, 1), self.chunk_tokens)
-        )
-        slot_bytes = max(self.slot_bytes, -(-num_rows * self.num_layers * self.row_bytes // 4096) * 4096)
-        return SlotConfig(num_slots=self.num_ranks, slot_bytes=slot_bytes), SlotConfig(
-            num_slots=1, slot_bytes=slot_bytes
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class TransferResult:
-    """Medians over the repeats. `contiguous_s` is the yardstick, None where there are no bytes to move."""
+    """Medians over the repeats. `contiguous_s` is the yardstick, None where the case has none; `alone_per_s` are
+    products a second of a worker that computes and moves nothing."""
 
     case: TransferCase
     pair_s: float
@@ -112,10 +32,30 @@ class TransferResult:
     contiguous_s: float | None
     path: str
     problems: tuple[str, ...]
+    alone_per_s: float | None = None
 
     @property
     def elapsed_s(self) -> float:
-        return statistics.median(move.elapsed_s for move in self.moves)
+        return self._median(lambda move: move.elapsed_s)
+
+    @property
+    def tail_s(self) -> float:
+        """From the last submit to the last `landed`."""
+        return self._median(lambda move: move.tail_s)
+
+    @property
+    def share_of_wire(self) -> float | None:
+        """Bytes / rate of the emulated wire / elapsed; None without one."""
+        if self.case.wire_gb_s is None:
+            return None
+        return self.case.num_bytes / (self.case.wire_gb_s * 1e9) / self.elapsed_s
+
+    @property
+    def rate_kept(self) -> float | None:
+        """Share of its products that a worker which computes meanwhile keeps; None for one that does not."""
+        if self.alone_per_s is None:
+            return None
+        return self._median(lambda move: move.products_per_s) / self.alone_per_s
 
     def as_json(self) -> dict[str, Any]:
         """The keys of `kvxfer bench transfer --json`. Times of stages are sums over the agents and overlap."""
@@ -149,48 +89,84 @@ class TransferResult:
             "pack_ms": self._stage_ms(lambda stats: stats.pack_s, sending=True),
             "send_ms": self._stage_ms(lambda stats: stats.send_s, sending=True),
             "scatter_ms": self._stage_ms(lambda stats: stats.scatter_s, sending=False),
+            "device": case.device,
+            "placement": case.placement,
+            "busy": case.busy,
+            "interval_ms": case.interval_s * 1e3,
+            "opens_first": case.opens_first,
+            "wire_gb_s": case.wire_gb_s,
+            "descriptor_us": case.descriptor_us,
+            "share_of_wire": self.share_of_wire,
+            "exposed_tail_ms": self.tail_s * 1e3,
+            "segments": last.num_segments,
+            "worker_us_per_segment": self._us_per_segment(lambda move: move.client_cpu_s),
+            "decode_worker_us_per_segment": self._us_per_segment(lambda move: sum(move.decode_client_cpu_s)),
+            "worker_rate_kept": self.rate_kept,
+            "peak_device_bytes": max(move.device_bytes for move in self.moves),
             "slot_bytes": max(slots.num_slots * slots.slot_bytes for slots in (src_slots, dst_slots)),
             "verified": not self.problems,
             "problems": list(self.problems),
         }
 
+    def _median(self, of_move: Callable[[Move], float]) -> float:
+        return statistics.median(map(of_move, self.moves))
+
+    def _us_per_segment(self, cpu_s: Callable[[Move], float]) -> float | None:
+        """Processor time of workers inside their clients; every segment is gathered once and scattered once."""
+        if not self.moves[-1].sent.num_segments:
+            return None
+        return self._median(lambda move: cpu_s(move) / move.sent.num_segments) * 1e6
+
     def _stage_ms(self, stage_s: Callable[[TransferStats], float], *, sending: bool) -> float:
-        sums = [sum(map(stage_s, (move.sent,) if sending else move.landed)) for move in self.moves]
-        return statistics.median(sums) * 1e3
+        return self._median(lambda move: sum(map(stage_s, (move.sent,) if sending else move.landed))) * 1e3
 
 
 def run_case(case: TransferCase, steps: Steps) -> TransferResult:
     """Run one case, which was checked, in processes of its own. Raises `KvxferError` where it cannot be run."""
-    shuffled = case.pages == "shuffled"
-    paging = page_tables(
-        Placement.SHARDED, case.num_tokens, case.page_tokens, case.num_ranks, case.interleave, shuffled
-    )
+    return run_cases([case], steps)[0]
+
+
+def run_cases(
+    cases: Sequence[TransferCase], steps: Steps, on_result: Callable[[TransferResult], None] | None = None
+) -> list[TransferResult]:
+    """Run cases of one device, which were checked, one after another; what they have in common is started once.
+
+    `on_result` hears of each as it is there. Raises `KvxferError` where one cannot be run.
+    """
+    results = []
     with Cast() as cast:
-        steps(f"{case.mode}: starting agents and workers")
-        ensemble = Ensemble(cast, Setup(case.transport, case.mode, case.num_ranks, *case.slots()))
-        yardstick = _Yardstick(cast, case) if case.num_bytes else None
-        ensemble.hand_over(_pool(case, paging.src_pages, Shard()), _dst_pools(case, paging), fill=0)
-        rows = protocol.PatternRows(
-            seed=_SEED, num_layers=case.num_layers, num_tokens=case.num_tokens, row_bytes=case.row_bytes
-        )
-        ensemble.prefill.ask(
-            protocol.FillRows(group="kv", rows=rows, pages=paging.src_pages), protocol.Done, _YARDSTICK_TIMEOUT_S
-        )
-        nothing = paging.none_of_it()
-        pair = ensemble.move(cut_chunks({"kv": nothing}, frozenset(), 0, 1), _receive(nothing))
-        return _measure(case, ensemble, yardstick, paging, rows, pair, steps)
+        steps("starting workers")
+        stage = Stage(cast, max(case.num_ranks for case in cases), cases[0].device)
+        for case in cases:
+            results.append(_run_on(stage, case, steps))
+            if on_result is not None:
+                on_result(results[-1])
+    return results
 
 
-def available_bytes() -> int:
-    """Memory that processes can get without swapping."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+def _run_on(stage: Stage, case: TransferCase, steps: Steps) -> TransferResult:
+    paging = page_tables(
+        Placement.SHARDED, case.num_tokens, case.page_tokens, case.num_ranks, case.interleave, case.pages == "shuffled"
+    )
+    steps(f"{case.mode}: starting agents")
+    ensemble = stage.ensemble(case.setup())
+    yardstick = stage.yardstick(case.transport, case.num_bytes) if case.has_yardstick else None
+    ensemble.hand_over(_pool(case, paging.src_pages, Shard()), _dst_pools(case, paging), fill=0)
+    rows = protocol.PatternRows(
+        seed=_SEED, num_layers=case.num_layers, num_tokens=case.num_tokens, row_bytes=case.row_bytes
+    )
+    ensemble.prefill.ask(
+        protocol.FillRows(group="kv", rows=rows, pages=paging.src_pages), protocol.Done, _FILL_TIMEOUT_S
+    )
+    nothing = paging.none_of_it()
+    pair = ensemble.move(cut_chunks({"kv": nothing}, frozenset(), 0, 1), _receive(nothing))
+    return _measure(case, ensemble, yardstick, paging, rows, pair, steps)
 
 
 def _measure(
     case: TransferCase,
     ensemble: Ensemble,
-    yardstick: _Yardstick | None,
+    yardstick: Yardstick | None,
     paging: Paging,
     rows: protocol.PatternRows,
     pair: Move,
@@ -198,19 +174,22 @@ def _measure(
 ) -> TransferResult:
     chunks = cut_chunks({"kv": paging}, frozenset(), case.num_tokens, case.chunk_tokens)
     expected = [{"kv": protocol.Expected(pages=groups["kv"], source=rows)} for groups in _receive(paging)]
+    pace = Pace(case.interval_s, case.busy, case.opens_first)
     moves: list[Move] = []
+    alone_per_s: list[float] = []
     contiguous_s: list[float] = []
     problems: list[str] = []
     for repeat in range(case.num_repeats + 1):  # the first one warms up
         steps(f"{case.mode}: repeat {repeat} of {case.num_repeats}")
         fill = 1 + repeat % 255
         ensemble.refill(fill)
-        moves.append(ensemble.move(chunks, _receive(paging)))
+        if case.busy != "none":
+            alone_per_s.append(ensemble.compute_alone(case.busy))
+        moves.append(ensemble.move(chunks, _receive(paging), pace=pace))
         if yardstick is not None:
             contiguous_s.append(yardstick.write_once())
         found = ensemble.verify(expected)
         problems += [f"repeat {repeat}, rank {rank}: {each}" for rank, each in enumerate(found) if each]
-    path = yardstick.path if yardstick is not None else ""
     if yardstick is not None:
         problems += yardstick.check()
     return TransferResult(
@@ -218,8 +197,9 @@ def _measure(
         pair.elapsed_s,
         tuple(moves[1:]),
         statistics.median(contiguous_s[1:]) if contiguous_s else None,
-        path,
+        yardstick.path if yardstick is not None else "",
         tuple(problems),
+        statistics.median(alone_per_s) if alone_per_s else None,
     )
 
 
@@ -236,33 +216,3 @@ def _dst_pools(case: TransferCase, paging: Paging) -> list[Pool]:
 
 def _receive(paging: Paging) -> list[dict[str, protocol.PageList]]:
     return [{"kv": paging.receive(rank)} for rank in range(len(paging.dst_pages))]
-
-
-class _Yardstick:
-    """Two processes with nothing but the engine: one write of the case's bytes, one descriptor."""
-
-    _FILL = 0x5C
-
-    def __init__(self, cast: Cast, case: TransferCase) -> None:
-        self._writer = cast.start_worker("yardstick-writer", "kvxfer.cli.yardstick")
-        self._target = cast.start_worker("yardstick-target", "kvxfer.cli.yardstick")
-        self.path = ""
-        self._open(self._writer, case, self._FILL)
-        self._target_region = self._open(self._target, case, 0)
-
-    def _open(self, worker: Child, case: TransferCase, fill: int) -> protocol.EngineOpen:
-        command = protocol.OpenEngine(transport=case.transport, num_bytes=case.num_bytes, fill=fill)
-        return worker.ask(command, protocol.EngineOpen, _YARDSTICK_TIMEOUT_S)
-
-    def write_once(self) -> float:
-        """Seconds of one write."""
-        written = self._writer.ask(
-            protocol.WriteOnce(target=self._target_region), protocol.Written, _YARDSTICK_TIMEOUT_S
-        )
-        self.path = written.path
-        return written.elapsed_s
-
-    def check(self) -> list[str]:
-        """What is wrong with the bytes that arrived; nothing if all are right."""
-        problem = self._target.ask(protocol.CheckFill(fill=self._FILL), protocol.Verified, _YARDSTICK_TIMEOUT_S).problem
-        return [problem] if problem else []

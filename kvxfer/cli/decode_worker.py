@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from kvxfer.cli import protocol
-from kvxfer.cli.rows import expected_pool, first_difference
+from kvxfer.cli.sending import ClientClock
 from kvxfer.cli.worker import WorkerPipe, run_worker
+from kvxfer.cli.worker_pool import CONNECT_S, HostPool, make_pool
 from kvxfer.control.client import DecodeClient, ReceivePages
 from kvxfer.layout import PoolLayout
-from kvxfer.memory import HostMemory
 
 
 class DecodeWorker:
@@ -19,10 +20,11 @@ class DecodeWorker:
         """Create the pool and hand it over. `close` gives both back."""
         self.layout: PoolLayout = command.layout
         self.fill = command.fill
-        self.memory = HostMemory.create(command.pool_bytes, "kvxfer-decode-pool")
-        self.memory.array[:] = command.fill
+        self.pool = make_pool(command)
         self._first_token = 0
-        self.client = DecodeClient.connect(command.socket_dir, self.memory, command.layout)
+        self.client = DecodeClient.connect(
+            command.socket_dir, self.pool.handle, command.layout, placement=command.placement, timeout_s=CONNECT_S
+        )
 
     def opened(self) -> protocol.Reply:
         return protocol.Done()
@@ -30,38 +32,45 @@ class DecodeWorker:
     def perform(self, command: protocol.Command, _pipe: WorkerPipe) -> protocol.Reply:
         """Do what the parent asks."""
         match command:
-            case protocol.Receive():
-                return self._receive(command)
+            case protocol.Open():
+                return self._open(command)
+            case protocol.AwaitEnd():
+                return self._await_end(command)
             case protocol.Refill():
                 self.fill = command.fill
-                self.memory.array[:] = command.fill
+                self.pool.fill(command.fill)
                 return protocol.Done()
             case protocol.DecodeShared():
                 # Only here: ranks that do not decode do without torch.
                 from kvxfer.cli.demo_decode import decode_shared
 
-                return decode_shared(command, self.memory, self.layout.groups[0], self._first_token)
+                assert isinstance(self.pool, HostPool), "the model of the demo runs on the host"
+                return decode_shared(command, self.pool.memory, self.layout.groups[0], self._first_token)
             case protocol.Verify():
-                image = expected_pool(self.layout, self.memory.num_bytes, self.fill, command.groups)
-                return protocol.Verified(problem=first_difference(self.memory.array, image, self.layout))
+                return protocol.Verified(problem=self.pool.problem(self.layout, self.fill, command.groups))
             case _:
                 return protocol.Failed(error=f"a decode worker cannot do {type(command).__name__}")
 
-    def _receive(self, command: protocol.Receive) -> protocol.Ended:
+    def _open(self, command: protocol.Open) -> protocol.Opened:
         groups = {
             name: ReceivePages(pages.first_token, pages.end_token, pages.pages)
             for name, pages in command.groups.items()
         }
+        clock = ClientClock()
         start_s = time.monotonic()
-        self.client.open(command.ticket, groups, deadline_s=command.deadline_s)
-        event = self.client.wait(command.ticket, timeout_s=command.deadline_s + 5.0)
+        clock.call(partial(self.client.open, command.ticket, groups, deadline_s=command.deadline_s))
+        return protocol.Opened(start_s=start_s, client_cpu_s=clock.cpu_s)
+
+    def _await_end(self, command: protocol.AwaitEnd) -> protocol.Ended:
+        clock = ClientClock()
+        event = clock.call(partial(self.client.wait, command.ticket, timeout_s=command.timeout_s))
         if event.aux:
             self._first_token = int.from_bytes(event.aux[0], "little")
-        return protocol.Ended(event=event, start_s=start_s, end_s=time.monotonic())
+        return protocol.Ended(event=event, end_s=time.monotonic(), client_cpu_s=clock.cpu_s)
 
     def close(self) -> None:
         self.client.close()
-        self.memory.close()
+        self.pool.close()
 
 
 if __name__ == "__main__":

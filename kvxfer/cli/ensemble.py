@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from kvxfer.cli import protocol
-from kvxfer.cli.harness import Cast, Child, ChildError, wait_ready
-from kvxfer.control.messages import TransferStats
+from kvxfer.cli.harness import Cast, ChildError, Line, wait_ready
+from kvxfer.control.messages import TransferEvent, TransferStats
 from kvxfer.layout import PoolLayout
 from kvxfer.ops.config import DecodeConfig, PrefillConfig, SlotConfig, TransferMode, TransportConfig, TransportName
 from kvxfer.transfer import EventKind
 
 DEADLINE_S = 120.0
 _COMMAND_TIMEOUT_S = 300.0
+_COMPUTE_ALONE_S = 0.3
+MAX_COPY_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """An emulated wire: the transport `loopback` holds each write for as long as this wire would.
+
+    It belongs to the prefill agent, so the legs to all ranks share it.
+    """
+
+    bytes_per_s: float
+    descriptor_s: float
+
+    def options(self) -> dict[str, int | float | str | bool]:
+        """Options of the transport. Copying must not hold the wire up: a thread copies 4 to 10 GB/s."""
+        num_copy_threads = max(1, min(MAX_COPY_THREADS, (os.cpu_count() or 1) // 2))
+        return {
+            "wire_bytes_per_s": self.bytes_per_s,
+            "descriptor_s": self.descriptor_s,
+            "num_copy_threads": num_copy_threads,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How the agents of a run are configured."""
+    """How the agents of a run are configured, and where the pools of their workers lie."""
 
     transport: TransportName
     mode: TransferMode
     num_ranks: int
     src_slots: SlotConfig
     dst_slots: SlotConfig
+    wire: Wire | None = None
+    device: protocol.Device = "cpu"
+    placement: protocol.RowPlacement = "agent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +61,72 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """How a prefill worker submits. With `opens_first` the ranks have opened before the clock starts."""
+
+    interval_s: float = 0.0
+    busy: protocol.Busy = "none"
+    opens_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
-    """One transfer that ended well. `elapsed_s` runs from the first open or submit to the last `landed`."""
+    """One transfer that ended well. `elapsed_s` runs from the first submit, or the first open if that is timed and
+    came before, to the last `landed`; `tail_s` from the last submit."""
 
     elapsed_s: float
+    tail_s: float
     sent: TransferStats
     landed: tuple[TransferStats, ...]
     landed_s: tuple[float, ...]
     """Of each rank, from the start of its open to its `landed`."""
+    client_cpu_s: float = 0.0
+    """Processor time of the prefill worker inside its client."""
+    decode_client_cpu_s: tuple[float, ...] = ()
+    products_per_s: float = 0.0
+    device_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The workers of a run. They outlive agents: an ensemble takes as many decode workers as it has ranks."""
+
+    prefill: Line
+    decode: list[Line]
+
+
+def start_workers(cast: Cast, num_ranks: int, *, in_one_process: bool) -> Workers:
+    """One prefill worker and `num_ranks` decode workers: a process each, or, where they share a GPU, all in one."""
+    names = [f"decode-worker-{rank}" for rank in range(num_ranks)]
+    if not in_one_process:
+        prefill = cast.start_worker("prefill-worker", "kvxfer.cli.prefill_worker")
+        return Workers(prefill, [cast.start_worker(name, "kvxfer.cli.decode_worker") for name in names])
+    roles = {"prefill-worker": "prefill"} | dict.fromkeys(names, "decode")
+    # A stream of each worker waits on the GPU for orders: with fewer connections one could hold up another.
+    crew = cast.start_crew("workers", roles, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+    return Workers(crew.members[0], crew.members[1:])
 
 
 class Ensemble:
     """Starts all processes; `Cast` ends them."""
 
-    def __init__(self, cast: Cast, setup: Setup) -> None:
-        """Returns when every agent is ready. Raises `ChildError` where one does not come up."""
+    def __init__(self, cast: Cast, setup: Setup, workers: Workers | None = None) -> None:
+        """Returns when every agent is ready; `workers` have none. Raises `ChildError` where one does not come up."""
         self._cast = cast
         self.setup = setup
+        if workers is None:
+            workers = start_workers(cast, setup.num_ranks, in_one_process=setup.device == "cuda")
+        self.prefill = workers.prefill
+        self.decode = workers.decode[: setup.num_ranks]
         transport = TransportConfig(name=setup.transport)
+        src_transport = TransportConfig(name=setup.transport, options=setup.wire.options() if setup.wire else {})
         prefill_agent = cast.start_agent(
             "prefill-agent",
             PrefillConfig(
-                socket_dir=cast.socket_dir("prefill-agent"), transport=transport, slots=setup.src_slots, mode=setup.mode
+                socket_dir=cast.socket_dir("prefill-agent"),
+                transport=src_transport,
+                slots=setup.src_slots,
+                mode=setup.mode,
             ),
         )
         self._decode_names = [f"decode-agent-{rank}" for rank in range(setup.num_ranks)]
@@ -74,10 +144,6 @@ class Ensemble:
             )
             for rank, name in enumerate(self._decode_names)
         ]
-        self.prefill = cast.start_worker("prefill-worker", "kvxfer.cli.prefill_worker")
-        self.decode = [
-            cast.start_worker(f"decode-worker-{rank}", "kvxfer.cli.decode_worker") for rank in range(setup.num_ranks)
-        ]
         wait_ready([prefill_agent, *decode_agents])
 
     def hand_over(self, src: Pool, dst: list[Pool], fill: int) -> None:
@@ -86,13 +152,33 @@ class Ensemble:
         workers = [self.prefill, *self.decode]
         for worker, socket_dir, pool in zip(workers, socket_dirs, [src, *dst], strict=True):
             worker.send(
-                protocol.HandOver(socket_dir=socket_dir, layout=pool.layout, pool_bytes=pool.num_bytes, fill=fill)
+                protocol.HandOver(
+                    socket_dir=socket_dir,
+                    layout=pool.layout,
+                    pool_bytes=pool.num_bytes,
+                    fill=fill,
+                    device=self.setup.device,
+                    placement=self.setup.placement,
+                )
             )
         for worker in workers:
             worker.receive(protocol.Done, _COMMAND_TIMEOUT_S)
 
-    def move(self, chunks: list[protocol.Chunk], receive: list[dict[str, protocol.PageList]], aux: bytes = b"") -> Move:
-        """One transfer: decode ranks open and the prefill worker submits at the same time.
+    def let_go(self) -> None:
+        """Let the workers leave their agents and free their pools."""
+        for worker in (self.prefill, *self.decode):
+            worker.send(protocol.LetGo())
+        for worker in (self.prefill, *self.decode):
+            worker.receive(protocol.Done, _COMMAND_TIMEOUT_S)
+
+    def move(
+        self,
+        chunks: list[protocol.Chunk],
+        receive: list[dict[str, protocol.PageList]],
+        aux: bytes = b"",
+        pace: Pace = Pace(),
+    ) -> Move:
+        """One transfer: decode ranks open and the prefill worker submits, at the same time unless `pace` says other.
 
         Raises `ChildError` where it does not end with `sent` and `landed` everywhere.
         """
@@ -100,17 +186,46 @@ class Ensemble:
             protocol.MakeTicket(deadline_s=DEADLINE_S), protocol.TicketText, _COMMAND_TIMEOUT_S
         ).text
         for worker, groups in zip(self.decode, receive, strict=True):
-            worker.send(protocol.Receive(ticket=ticket, groups=groups, deadline_s=DEADLINE_S))
-        self.prefill.send(protocol.SendChunks(ticket=ticket, chunks=chunks, aux=aux, deadline_s=DEADLINE_S))
-        landed = [_ended(worker, EventKind.LANDED) for worker in self.decode]
-        sent = _ended(self.prefill, EventKind.SENT)
-        start_s = min(each.start_s for each in (*landed, sent))
+            worker.send(protocol.Open(ticket=ticket, groups=groups, deadline_s=DEADLINE_S))
+            worker.send(protocol.AwaitEnd(ticket=ticket, timeout_s=DEADLINE_S + 5.0))
+        command = protocol.SendChunks(
+            ticket=ticket,
+            chunks=chunks,
+            aux=aux,
+            deadline_s=DEADLINE_S,
+            interval_s=pace.interval_s,
+            busy=pace.busy,
+        )
+        if not pace.opens_first:
+            self.prefill.send(command)
+        opened = [worker.receive(protocol.Opened, _COMMAND_TIMEOUT_S) for worker in self.decode]
+        if pace.opens_first:
+            self.prefill.send(command)
+        landed = [worker.receive(protocol.Ended, _COMMAND_TIMEOUT_S) for worker in self.decode]
+        for worker, ended in zip(self.decode, landed, strict=True):
+            _check(worker, ended.event, EventKind.LANDED)
+        sent = self.prefill.receive(protocol.Sent, _COMMAND_TIMEOUT_S)
+        _check(self.prefill, sent.event, EventKind.SENT)
+        starts_s = [sent.start_s] if pace.opens_first else [sent.start_s, *(each.start_s for each in opened)]
+        end_s = max(each.end_s for each in landed)
         return Move(
-            elapsed_s=max(each.end_s for each in landed) - start_s,
+            elapsed_s=end_s - min(starts_s),
+            tail_s=end_s - sent.last_submit_s,
             sent=sent.event.stats,
             landed=tuple(each.event.stats for each in landed),
-            landed_s=tuple(each.end_s - each.start_s for each in landed),
+            landed_s=tuple(end.end_s - begin.start_s for begin, end in zip(opened, landed, strict=True)),
+            client_cpu_s=sent.client_cpu_s,
+            decode_client_cpu_s=tuple(
+                begin.client_cpu_s + end.client_cpu_s for begin, end in zip(opened, landed, strict=True)
+            ),
+            products_per_s=sent.products_per_s,
+            device_bytes=sent.device_bytes,
         )
+
+    def compute_alone(self, busy: protocol.Busy) -> float:
+        """Products a second of the prefill worker while nothing moves."""
+        command = protocol.Compute(busy=busy, duration_s=_COMPUTE_ALONE_S)
+        return self.prefill.ask(command, protocol.Computed, _COMMAND_TIMEOUT_S).products_per_s
 
     def refill(self, fill: int) -> None:
         """Overwrite all decode pools with the byte `fill`."""
@@ -126,12 +241,10 @@ class Ensemble:
         return [worker.receive(protocol.Verified, _COMMAND_TIMEOUT_S).problem for worker in self.decode]
 
 
-def _ended(worker: Child, wanted: EventKind) -> protocol.Ended:
-    reply = worker.receive(protocol.Ended, _COMMAND_TIMEOUT_S)
-    if reply.event.event is not wanted:
-        reason = reply.event.reason.value if reply.event.reason else "no reason"
+def _check(worker: Line, event: TransferEvent, wanted: EventKind) -> None:
+    if event.event is not wanted:
+        reason = event.reason.value if event.reason else "no reason"
         raise ChildError(
-            f"{worker.name}: the transfer ended as {reply.event.event.value} ({reason}), expected {wanted.value}: "
-            f"{reply.event.detail}"
+            f"{worker.name}: the transfer ended as {event.event.value} ({reason}), expected {wanted.value}: "
+            f"{event.detail}"
         )
-    return reply

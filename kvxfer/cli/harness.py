@@ -14,10 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self, TypeVar
+from typing import IO, Self, TypeVar
 
 import msgspec
 
@@ -36,43 +36,27 @@ class ChildError(KvxferError):
     """A process of the run died, went silent or refused a command."""
 
 
-class Child:
-    """One process. `stop` ends it and waits for it."""
+class Line:
+    """The parent's end of the pipes to one agent or worker."""
 
-    def __init__(self, name: str, arguments: Sequence[str], directory: Path) -> None:
-        """Start `python -m ARGUMENTS`."""
+    def __init__(self, name: str, sink: IO[bytes], source: IO[bytes], log_path: Path) -> None:
+        """Commands go into `sink`, replies come out of `source`; both are closed here."""
         self.name = name
-        self._log_path = directory / f"{name}.log"
-        with self._log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin = self._process.stdin
-        self._stdout = self._process.stdout
+        self._sink = sink
+        self._source = source
+        self._log_path = log_path
         self._received = b""
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
     def read_line(self, timeout_s: float) -> bytes:
-        """The next line of its standard output. Raises `ChildError` where none comes."""
+        """The next line that the other end wrote. Raises `ChildError` where none comes."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._received:
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or not select.select([self._stdout], [], [], left_s)[0]:
+            if left_s <= 0 or not select.select([self._source], [], [], left_s)[0]:
                 raise ChildError(f"{self.name}: got no answer, expected one within {timeout_s:.0f} s{self._log_tail()}")
-            data = os.read(self._stdout.fileno(), 1 << 16)
+            data = os.read(self._source.fileno(), 1 << 16)
             if not data:
-                code = self._process.wait(STOP_TIMEOUT_S)
-                raise ChildError(f"{self.name}: ended early with exit status {code}{self._log_tail()}")
+                raise ChildError(f"{self.name}: {self._how_ended()}{self._log_tail()}")
             self._received += data
         line, self._received = self._received.split(b"\n", 1)
         return line
@@ -80,8 +64,8 @@ class Child:
     def send(self, command: protocol.Command) -> None:
         """Hand a command to a worker. Raises `ChildError` where it is gone."""
         try:
-            self._stdin.write(protocol.encode_line(command))
-            self._stdin.flush()
+            self._sink.write(protocol.encode_line(command))
+            self._sink.flush()
         except BrokenPipeError as error:
             raise ChildError(f"{self.name}: is gone{self._log_tail()}") from error
 
@@ -105,14 +89,62 @@ class Child:
         self.send(command)
         return self.receive(kind, timeout_s, on_progress)
 
+    def say_end(self) -> None:
+        """No command follows."""
+        try:
+            self._sink.close()
+        except BrokenPipeError:
+            return  # it was gone already; its process's exit status says so
+
+    def close(self) -> None:
+        """Give back what is left of the pipes, once the other end has ended."""
+        self._source.close()
+
+    def _how_ended(self) -> str:
+        return "ended early"
+
+    def _log_tail(self) -> str:
+        tail = self._log_path.read_text(errors="replace").strip().splitlines()[-8:]
+        return "".join(f"\n  | {line}" for line in tail)
+
+
+class Child(Line):
+    """One process, talked to over its standard streams. `request_stop` and `wait` end it."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Start `python -m ARGUMENTS`, with `environment` on top of this process's own, and `pass_fds` open."""
+        log_path = directory / f"{name}.log"
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=os.environ | (environment or {}),
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        super().__init__(name, self._process.stdin, self._process.stdout, log_path)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def request_stop(self, *, by_signal: bool) -> None:
         """Agents end on SIGTERM, workers when their standard input ends."""
         if by_signal and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-        try:
-            self._stdin.close()
-        except BrokenPipeError:
-            return  # it was gone already; `wait` reports its exit status
+        self.say_end()
 
     def wait(self) -> str:
         """Wait for the end of a process that was asked to stop; what was wrong with it, empty if nothing was."""
@@ -123,12 +155,48 @@ class Child:
             self._process.wait()
             return f"{self.name}: did not stop within {STOP_TIMEOUT_S:.0f} s and was killed{self._log_tail()}"
         finally:
-            self._stdout.close()
+            self.close()
         return f"{self.name}: ended with exit status {code}, expected 0{self._log_tail()}" if code else ""
 
-    def _log_tail(self) -> str:
-        tail = self._log_path.read_text(errors="replace").strip().splitlines()[-8:]
-        return "".join(f"\n  | {line}" for line in tail)
+    def _how_ended(self) -> str:
+        return f"ended early with exit status {self._process.wait(STOP_TIMEOUT_S)}"
+
+
+class Crew(Child):
+    """One process with several workers, `members`, each of which has pipes of its own."""
+
+    def __init__(
+        self, name: str, roles: Mapping[str, str], directory: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Start a worker of each role (`prefill` or `decode`) under its name."""
+        self.members: list[Line] = []
+        log_path = directory / f"{name}.log"
+        theirs: list[int] = []
+        arguments = ["kvxfer.cli.crew"]
+        for member, role in roles.items():
+            command_fd, sink_fd = os.pipe()
+            source_fd, reply_fd = os.pipe()
+            theirs += [command_fd, reply_fd]
+            arguments.append(f"{role}={command_fd},{reply_fd}")
+            sink, source = os.fdopen(sink_fd, "wb"), os.fdopen(source_fd, "rb")
+            self.members.append(Line(f"{name}, {member}", sink, source, log_path))
+        try:
+            super().__init__(name, arguments, directory, environment, theirs)
+        finally:
+            for fd in theirs:
+                os.close(fd)
+
+    def say_end(self) -> None:
+        """No command follows, to any member."""
+        super().say_end()
+        for member in self.members:
+            member.say_end()
+
+    def close(self) -> None:
+        """Give back all pipes."""
+        super().close()
+        for member in self.members:
+            member.close()
 
 
 class Cast:
@@ -154,20 +222,23 @@ class Cast:
         self._workers.append(Child(name, [module], self.directory))
         return self._workers[-1]
 
+    def start_crew(self, name: str, roles: Mapping[str, str], environment: Mapping[str, str]) -> Crew:
+        """Start one process with a worker of each role, by its name; `environment` adds to this process's."""
+        crew = Crew(name, roles, self.directory, environment)
+        self._workers.append(crew)
+        return crew
+
     def socket_dir(self, agent: str) -> str:
         """Where the sockets of an agent lie."""
         return str(self.directory / agent)
 
+    def stop_agents(self) -> None:
+        """End the agents. Raises `ChildError` where one did not end well."""
+        _raise_any(_stop(self._agents, by_signal=True))
+
     def stop(self) -> None:
         """End the workers, then the agents. Raises `ChildError` where one did not end well."""
-        problems = []
-        for children, by_signal in ((self._workers, False), (self._agents, True)):
-            for child in children:
-                child.request_stop(by_signal=by_signal)
-            problems += [problem for child in children if (problem := child.wait())]
-            children.clear()
-        if problems:
-            raise ChildError("\n".join(problems))
+        _raise_any(_stop(self._workers, by_signal=False) + _stop(self._agents, by_signal=True))
 
     def __enter__(self) -> Self:
         self._old_handler = signal.signal(signal.SIGTERM, _leave)
@@ -192,6 +263,20 @@ def wait_ready(agents: Sequence[Child]) -> None:
     for agent in agents:
         line = msgspec.json.decode(agent.read_line(START_TIMEOUT_S))
         assert line["ready"] is True, line
+
+
+def _stop(children: list[Child], *, by_signal: bool) -> list[str]:
+    """End all, then forget them; what was wrong with them."""
+    for child in children:
+        child.request_stop(by_signal=by_signal)
+    problems = [problem for child in children if (problem := child.wait())]
+    children.clear()
+    return problems
+
+
+def _raise_any(problems: list[str]) -> None:
+    if problems:
+        raise ChildError("\n".join(problems))
 
 
 def _leave(_signal: int, _frame: FrameType | None) -> None:

@@ -44,6 +44,22 @@ class _DemoMode(enum.Enum):
     P2P = "p2p"
 
 
+class _Device(enum.Enum):
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class _Placement(enum.Enum):
+    AGENT = "agent"
+    WORKER = "worker"
+
+
+class _Busy(enum.Enum):
+    NONE = "none"
+    LONG = "long"
+    SHORT = "short"
+
+
 class _Pages(enum.Enum):
     SHUFFLED = "shuffled"
     ADJACENT = "adjacent"
@@ -158,13 +174,33 @@ def bench_transfer(
     repeat: Annotated[int, typer.Option(help="Measured transfers, after one that warms up.")] = 3,
     num_slots: Annotated[int, typer.Option(help="Slots of each agent; serial takes as many as it needs.")] = 4,
     slot_kib: Annotated[int, typer.Option(help="Size of one slot, in KiB; serial takes what it needs.")] = 16384,
+    interval_ms: Annotated[
+        float, typer.Option(help="A submit every so many milliseconds, as a prefill in chunks computes; 0: at once.")
+    ] = 0.0,
+    wire_gb_s: Annotated[
+        float | None, typer.Option(help="Emulate a wire of this rate (--transport loopback); all ranks share it.")
+    ] = None,
+    descriptor_us: Annotated[float, typer.Option(help="Time that a descriptor takes on the emulated wire.")] = 0.0,
+    device: Annotated[_Device, typer.Option(help="Where the pools lie; on a GPU all workers are one process.")] = (
+        _Device.CPU
+    ),
+    placement: Annotated[
+        _Placement | None,
+        typer.Option(help="Who moves rows between pools and slots. Default: agent on the CPU, worker on a GPU."),
+    ] = None,
+    busy: Annotated[
+        _Busy, typer.Option(help="The prefill worker multiplies matrices meanwhile: 4096^3 (long) or 1024^3 (short).")
+    ] = _Busy.NONE,
     as_json: _Json = False,
 ) -> None:
     """Time the whole path between processes: open, plan, pack, send, scatter, landed; and one contiguous write of the
-    same bytes. Efficiency is the goodput of the first over that of the second. Every byte is compared outside the
-    timing. Exit status 1 if any differs."""
-    from kvxfer.cli.bench_transfer import TransferCase, available_bytes, run_case
+    same bytes, or an emulated wire. Efficiency is the goodput of the first over that of the second. Every byte is
+    compared outside the timing. Exit status 1 if any differs."""
+    from kvxfer.cli.bench_transfer import run_cases
+    from kvxfer.cli.transfer_case import TransferCase, available_bytes
 
+    if placement is None:
+        placement = _Placement.AGENT if device is _Device.CPU else _Placement.WORKER
     modes = [_parse_mode(name) for name in compare.split(",")] if compare else [mode]
     cases = [
         TransferCase(
@@ -181,6 +217,12 @@ def bench_transfer(
             repeat,
             num_slots,
             slot_kib << 10,
+            interval_ms * 1e-3,
+            wire_gb_s,
+            descriptor_us,
+            device.value,
+            placement.value,
+            busy.value,
         )
         for each in modes
     ]
@@ -188,7 +230,7 @@ def bench_transfer(
         case.check()
         case.check_memory(available_bytes())
     with show_steps() as steps:
-        results = [run_case(case, steps) for case in cases]
+        results = run_cases(cases, steps)
     facts = [result.as_json() for result in results]
     if not as_json:
         from kvxfer.cli.tables import print_transfers

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from kvxfer.cli import protocol
-from kvxfer.cli.rows import write_rows
+from kvxfer.cli.sending import Sending, compute_alone
 from kvxfer.cli.worker import WorkerPipe, run_worker
-from kvxfer.control.client import ChunkPages, PrefillClient
-from kvxfer.control.codec import decode_ticket, encode_ticket
+from kvxfer.cli.worker_pool import CONNECT_S, HostPool, make_pool
+from kvxfer.control.client import PrefillClient
+from kvxfer.control.codec import encode_ticket
 from kvxfer.errors import KvxferError
 from kvxfer.memory import HostMemory
 
 if TYPE_CHECKING:
     from kvxfer.cli.demo_model import MlaModel
+    from kvxfer.cli.products import Products
 
 
 class PrefillWorker:
@@ -23,10 +24,12 @@ class PrefillWorker:
     def __init__(self, command: protocol.HandOver) -> None:
         """Create the pool and hand it over. `close` gives both back."""
         self.groups = {group.name: group for group in command.layout.groups}
-        self.memory = HostMemory.create(command.pool_bytes, "kvxfer-prefill-pool")
-        self.memory.array[:] = command.fill
+        self.pool = make_pool(command)
+        self._products: dict[protocol.Busy, Products] = {}
         self._decoding: tuple[MlaModel, list[int], int] | None = None  # model, pages, first token: set by prefill
-        self.client = PrefillClient.connect(command.socket_dir, self.memory, command.layout)
+        self.client = PrefillClient.connect(
+            command.socket_dir, self.pool.handle, command.layout, placement=command.placement, timeout_s=CONNECT_S
+        )
 
     def opened(self) -> protocol.Reply:
         return protocol.Done()
@@ -35,7 +38,7 @@ class PrefillWorker:
         """Do what the parent asks."""
         match command:
             case protocol.FillRows():
-                write_rows(self.memory.array, self.groups[command.group], command.pages, command.rows)
+                self.pool.write(self.groups[command.group], command.pages, command.rows)
                 return protocol.Done()
             case protocol.Prefill():
                 return self._prefill(command, pipe)
@@ -44,7 +47,11 @@ class PrefillWorker:
             case protocol.MakeTicket():
                 return protocol.TicketText(text=encode_ticket(self.client.ticket(deadline_s=command.deadline_s)))
             case protocol.SendChunks():
-                return self._send(command)
+                return Sending(self.client, self._products_of(command.busy)).run(command, self.pool.device_bytes)
+            case protocol.Compute():
+                products = self._products_of(command.busy)
+                assert products is not None, command
+                return compute_alone(products, command.duration_s)
             case _:
                 return protocol.Failed(error=f"a prefill worker cannot do {type(command).__name__}")
 
@@ -54,7 +61,7 @@ class PrefillWorker:
             from kvxfer.cli.demo_prefill import prefill_prompt
         except ModuleNotFoundError as error:
             raise KvxferError(f"the model needs {error.name}, which is not installed: pip install torch") from error
-        prefilled, model = prefill_prompt(command, self.memory, self.groups, pipe)
+        prefilled, model = prefill_prompt(command, self._host_memory(), self.groups, pipe)
         self._decoding = (model, command.pages, prefilled.first_token)
         return prefilled
 
@@ -64,25 +71,26 @@ class PrefillWorker:
 
         assert self._decoding is not None
         model, pages, first_token = self._decoding
-        cache = PagedRows(self.memory, self.groups["kv"], pages)
+        cache = PagedRows(self._host_memory(), self.groups["kv"], pages)
         return decode_alone(model, cache, first_token, command.num_tokens, command.num_steps)
 
-    def _send(self, command: protocol.SendChunks) -> protocol.Ended:
-        ticket = decode_ticket(command.ticket)
-        start_s = time.monotonic()
-        for chunk in command.chunks:
-            groups = {
-                name: ChunkPages(pages.first_token, pages.end_token, pages.pages)
-                for name, pages in chunk.groups.items()
-            }
-            aux = command.aux if chunk.last else b""
-            self.client.submit(ticket, groups, last=chunk.last, aux=aux, deadline_s=command.deadline_s)
-        event = self.client.wait(ticket, timeout_s=command.deadline_s + 5.0)
-        return protocol.Ended(event=event, start_s=start_s, end_s=time.monotonic())
+    def _products_of(self, busy: protocol.Busy) -> Products | None:
+        if busy == "none":
+            return None
+        # Only here: it needs torch and a GPU.
+        from kvxfer.cli.products import Products
+
+        if busy not in self._products:
+            self._products[busy] = Products(busy)
+        return self._products[busy]
+
+    def _host_memory(self) -> HostMemory:
+        assert isinstance(self.pool, HostPool), "the model of the demo runs on the host"
+        return self.pool.memory
 
     def close(self) -> None:
         self.client.close()
-        self.memory.close()
+        self.pool.close()
 
 
 if __name__ == "__main__":

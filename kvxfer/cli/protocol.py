@@ -8,6 +8,15 @@ from __future__ import annotations
 
 import msgspec
 
+from kvxfer.cli.protocol_data import Busy as Busy
+from kvxfer.cli.protocol_data import Chunk as Chunk
+from kvxfer.cli.protocol_data import Device as Device
+from kvxfer.cli.protocol_data import Expected as Expected
+from kvxfer.cli.protocol_data import FileRows as FileRows
+from kvxfer.cli.protocol_data import PageList as PageList
+from kvxfer.cli.protocol_data import PatternRows as PatternRows
+from kvxfer.cli.protocol_data import RowPlacement as RowPlacement
+from kvxfer.cli.protocol_data import RowSource as RowSource
 from kvxfer.control.messages import TransferEvent
 from kvxfer.layout import PoolLayout
 
@@ -16,52 +25,25 @@ class _Tagged(msgspec.Struct, frozen=True, tag_field="kind", tag=True, kw_only=T
     pass
 
 
-class PageList(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of one group that hold the local rows of tokens `[first_token, end_token)`."""
-
-    first_token: int
-    end_token: int
-    pages: list[int]
-
-
-class PatternRows(_Tagged, frozen=True, kw_only=True):
-    """Rows made by `kvxfer.cli.rows.pattern_rows`."""
-
-    seed: int
-    num_layers: int
-    num_tokens: int
-    row_bytes: int
-
-
-class FileRows(_Tagged, frozen=True, kw_only=True):
-    """Rows in a file: `[num_layers, num_tokens, row_bytes]` uint8."""
-
-    path: str
-    num_layers: int
-    num_tokens: int
-    row_bytes: int
-
-
-RowSource = PatternRows | FileRows
-
-
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One submit of a prefill worker."""
-
-    groups: dict[str, PageList]
-    last: bool
-
-
 # ---- commands ----
 
 
 class HandOver(_Tagged, frozen=True, kw_only=True):
-    """Create a pool whose every byte is `fill`, and hand it to the agent. Answered by `Done`."""
+    """Create a pool whose every byte is `fill`, and hand it to the agent. Answered by `Done`.
+
+    `placement` says whose threads or streams move its rows; a pool on a GPU is moved by its worker.
+    """
 
     socket_dir: str
     layout: PoolLayout
     pool_bytes: int
     fill: int
+    device: Device = "cpu"
+    placement: RowPlacement = "agent"
+
+
+class LetGo(_Tagged, frozen=True, kw_only=True):
+    """Leave the agent and free the pool; another `HandOver` may follow. Answered by `Done`."""
 
 
 class FillRows(_Tagged, frozen=True, kw_only=True):
@@ -94,7 +76,7 @@ class DecodeAlone(_Tagged, frozen=True, kw_only=True):
 
 
 class DecodeShared(_Tagged, frozen=True, kw_only=True):
-    """Decode worker, after `Receive`: greedily decode together with the other ranks, each over its own rows.
+    """Decode worker, after `AwaitEnd`: greedily decode together with the other ranks, each over its own rows.
 
     The first token is the transfer's `aux`. `pages` also have room for the new rows. Answered by `Decoded`.
     """
@@ -118,27 +100,39 @@ class MakeTicket(_Tagged, frozen=True, kw_only=True):
 
 
 class SendChunks(_Tagged, frozen=True, kw_only=True):
-    """Prefill worker: submit the chunks and wait for the end. Answered by `Ended`."""
+    """Prefill worker: submit a chunk every `interval_s` and wait for the end. Answered by `Sent`.
+
+    With `busy` it computes meanwhile, from the same thread.
+    """
 
     ticket: str
     chunks: list[Chunk]
     aux: bytes
     deadline_s: float
+    interval_s: float = 0.0
+    busy: Busy = "none"
 
 
-class Receive(_Tagged, frozen=True, kw_only=True):
-    """Decode worker: open the transfer and wait for the end. Answered by `Ended`."""
+class Compute(_Tagged, frozen=True, kw_only=True):
+    """Prefill worker: compute for `duration_s` and do nothing else. Answered by `Computed`."""
+
+    busy: Busy
+    duration_s: float
+
+
+class Open(_Tagged, frozen=True, kw_only=True):
+    """Decode worker: open the transfer. Answered by `Opened`."""
 
     ticket: str
     groups: dict[str, PageList]
     deadline_s: float
 
 
-class Expected(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group of a decode pool must hold: rows of `source`, or, for state, the bytes in `source.path`."""
+class AwaitEnd(_Tagged, frozen=True, kw_only=True):
+    """Decode worker, after `Open`: wait for the end of the transfer. Answered by `Ended`."""
 
-    pages: PageList
-    source: RowSource
+    ticket: str
+    timeout_s: float
 
 
 class Verify(_Tagged, frozen=True, kw_only=True):
@@ -198,12 +192,42 @@ class TicketText(_Tagged, frozen=True, kw_only=True):
     text: str
 
 
+class Computed(_Tagged, frozen=True, kw_only=True):
+    """How many products a second came out."""
+
+    products_per_s: float
+
+
+class Opened(_Tagged, frozen=True, kw_only=True):
+    """`start_s` is a reading of the host's monotonic clock, as in `Ended`; `client_cpu_s` is processor time that the
+    worker's thread spent inside the client."""
+
+    start_s: float
+    client_cpu_s: float
+
+
 class Ended(_Tagged, frozen=True, kw_only=True):
-    """`start_s` and `end_s` are readings of the host's monotonic clock around the call and the terminal event."""
+    """`end_s` was read after the terminal event."""
+
+    event: TransferEvent
+    end_s: float
+    client_cpu_s: float
+
+
+class Sent(_Tagged, frozen=True, kw_only=True):
+    """`start_s` was read before the first submit, `last_submit_s` before the last, `end_s` after the terminal event.
+
+    `products_per_s` came out from the first submit to the end, 0 without `busy`. `device_bytes` is memory of the GPU
+    that neither the pools of this process nor what it computes take.
+    """
 
     event: TransferEvent
     start_s: float
+    last_submit_s: float
     end_s: float
+    client_cpu_s: float
+    products_per_s: float
+    device_bytes: int
 
 
 class Verified(_Tagged, frozen=True, kw_only=True):
@@ -240,19 +264,36 @@ class Failed(_Tagged, frozen=True, kw_only=True):
 Command = (
     HandOver
     | FillRows
+    | LetGo
     | Prefill
     | DecodeAlone
     | DecodeShared
     | MakeTicket
+    | Compute
     | SendChunks
-    | Receive
+    | Open
+    | AwaitEnd
     | Verify
     | Refill
     | OpenEngine
     | WriteOnce
     | CheckFill
 )
-Reply = Done | Prefilled | Decoded | TicketText | Ended | Verified | EngineOpen | Written | Progress | Failed
+Reply = (
+    Done
+    | Prefilled
+    | Decoded
+    | TicketText
+    | Computed
+    | Opened
+    | Ended
+    | Sent
+    | Verified
+    | EngineOpen
+    | Written
+    | Progress
+    | Failed
+)
 
 _command_decoder = msgspec.json.Decoder(Command)
 _reply_decoder = msgspec.json.Decoder(Reply)

@@ -14,6 +14,7 @@ from kvxfer.cli.protocol import Expected, FileRows, PageList, PatternRows, RowSo
 from kvxfer.layout import Group, Placement, PoolLayout, Shard
 
 ByteArray = npt.NDArray[np.uint8]
+Offsets = npt.NDArray[np.int64]
 
 _PATTERN_BYTES = 1 << 22
 
@@ -34,13 +35,21 @@ def _file_rows(source: FileRows) -> ByteArray:
 
 
 def _pattern_rows(source: PatternRows, layer_idx: int) -> ByteArray:
-    """Each row is a window into one block of random bytes, at an offset that hashes layer and token."""
+    block, offsets = pattern_windows(source, layer_idx)
+    rows: ByteArray = np.lib.stride_tricks.sliding_window_view(block, source.row_bytes)[offsets]
+    return rows
+
+
+def pattern_windows(source: PatternRows, layer_idx: int) -> tuple[ByteArray, Offsets]:
+    """Each row of a layer is a window into one block of random bytes, at an offset that hashes layer and token.
+
+    Returns the block, one for all layers, and where each token's row begins in it: `[num_tokens]` int64.
+    """
     block = _random_bytes(source.seed, _PATTERN_BYTES + source.row_bytes)
     tokens = np.arange(source.num_tokens, dtype=np.uint64) + np.uint64((layer_idx << 32) + 1)
     # Fibonacci hashing: multiply by 2^64 / golden ratio, keep the upper bits.
     offsets = (tokens * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - 22)
-    rows: ByteArray = np.lib.stride_tricks.sliding_window_view(block, source.row_bytes)[offsets]
-    return rows
+    return block, offsets.astype(np.int64)
 
 
 @functools.cache
@@ -72,7 +81,7 @@ def expected_pool(layout: PoolLayout, pool_bytes: int, fill: int, groups: dict[s
             _place_state(image, group, layout.shard, expected)
         else:
             owners = layout.shard if group.placement is Placement.SHARDED else Shard()
-            slots = _slots_of(group, owners, expected.pages)
+            slots = owned_rows(group, owners, expected.pages)
             for layer_idx in range(expected.source.num_layers):
                 rows = read_rows(expected.source, layer_idx)
                 layer_start = group.base_offset_bytes + layer_idx * group.layer_stride_bytes
@@ -82,7 +91,7 @@ def expected_pool(layout: PoolLayout, pool_bytes: int, fill: int, groups: dict[s
     return image
 
 
-def _slots_of(group: Group, owners: Shard, pages: PageList) -> list[tuple[int, int]]:
+def owned_rows(group: Group, owners: Shard, pages: PageList) -> list[tuple[int, int]]:
     """(token, offset in bytes within a layer) of each row that the rank owns, found by counting up to it."""
     slots = []
     num_owned = 0
@@ -120,9 +129,11 @@ def first_difference(actual: ByteArray, expected: ByteArray, layout: PoolLayout)
         return ""
     wrong = np.flatnonzero(actual != expected)
     offset = int(wrong[0])
+    return describe_difference(layout, wrong.size, offset, int(actual[offset]), int(expected[offset]))
+
+
+def describe_difference(layout: PoolLayout, num_wrong: int, offset: int, got: int, expected: int) -> str:
+    """`num_wrong` bytes of a pool differ, the first at `offset`."""
     inside = [group.name for group in layout.groups if group.base_offset_bytes <= offset < group.extent_bytes]
     where = f"group {inside[0]!r}" if inside else "outside all groups"
-    return (
-        f"{wrong.size} bytes differ, the first at byte {offset} of the pool ({where}): "
-        f"got {int(actual[offset])}, expected {int(expected[offset])}"
-    )
+    return f"{num_wrong} bytes differ, the first at byte {offset} of the pool ({where}): got {got}, expected {expected}"

@@ -8,6 +8,7 @@ from rich.table import Table
 from kvxfer.cli.bench_transfer import TransferResult
 from kvxfer.cli.demo import DemoResult
 from kvxfer.cli.demo_stage import NUM_LAYERS
+from kvxfer.cli.transfer_case import TransferCase
 from kvxfer.control.messages import TransferStats
 from kvxfer.ops.config import TransferMode
 
@@ -84,26 +85,17 @@ def print_transfers(results: list[TransferResult]) -> None:
     table.add_column("mode")
     for result in results:
         table.add_column(way_taken(result.case.mode, result.moves[-1].sent), justify="right")
-    lines = {
-        "transfer, ms": "transfer_ms",
-        "goodput, GB/s": "goodput_gb_s",
-        "one contiguous write, GB/s": "contiguous_gb_s",
-        "efficiency": "efficiency",
-        "descriptors if raw": "descriptors_raw",
-        "descriptors sent": "descriptors_sent",
-        "plan, ms": "plan_ms",
-        "pack, ms in all": "pack_ms",
-        "send, ms in all": "send_ms",
-        "scatter, ms in all": "scatter_ms",
-        "slots of an agent, bytes": "slot_bytes",
-        "every byte right": "verified",
-    }
-    for heading, key in lines.items():
+    for heading, key in _lines(case).items():
         table.add_row(heading, *(_cell(fact[key]) for fact in facts))
     console = Console()
     console.print(table)
+    measure = (
+        "share of the wire: bytes / its rate / transfer"
+        if case.wire_gb_s
+        else ("efficiency: goodput / goodput of the contiguous write")
+    )
     console.print(
-        "efficiency: goodput / goodput of the contiguous write. ms in all: sums over ranks and segments, "
+        f"{measure}. ms in all: sums over ranks and segments, "
         "which overlap, so they may exceed the transfer. No descriptors sent: the ranks pulled their rows."
     )
     for fact in facts[1:]:
@@ -111,6 +103,33 @@ def print_transfers(results: list[TransferResult]) -> None:
     for fact in facts:
         for problem in fact["problems"]:
             console.print(f"{fact['mode']}: {problem}", markup=False)
+
+
+def _lines(case: TransferCase) -> dict[str, str]:
+    """Headings, and the keys of `TransferResult.as_json` beside them, as far as they say something of the case."""
+    lines = {"transfer, ms": "transfer_ms", "goodput, GB/s": "goodput_gb_s"}
+    if case.wire_gb_s is not None:
+        lines |= {"emulated wire, GB/s": "wire_gb_s", "share of the wire": "share_of_wire"}
+    else:
+        lines |= {"one contiguous write, GB/s": "contiguous_gb_s", "efficiency": "efficiency"}
+    if case.chunk_tokens < case.num_tokens:
+        lines |= {"last submit to landed, ms": "exposed_tail_ms"}
+    lines |= {
+        "descriptors if raw": "descriptors_raw",
+        "descriptors sent": "descriptors_sent",
+        "plan, ms": "plan_ms",
+        "pack, ms in all": "pack_ms",
+        "send, ms in all": "send_ms",
+        "scatter, ms in all": "scatter_ms",
+        "slots of an agent, bytes": "slot_bytes",
+    }
+    if case.placement == "worker":
+        lines |= {"worker's time for a segment, us": "worker_us_per_segment"}
+    if case.busy != "none":
+        lines |= {"worker keeps of its products": "worker_rate_kept"}
+    if case.device == "cuda":
+        lines |= {"memory of the GPU besides pools, bytes": "peak_device_bytes"}
+    return lines | {"every byte right": "verified"}
 
 
 def _cell(value: float | bool | None) -> str:

@@ -12,7 +12,6 @@ import pytest
 
 from kvxfer.cli import demo as demo_module
 from kvxfer.cli import main as main_module
-from kvxfer.cli.bench_transfer import TransferCase
 from kvxfer.cli.demo import DecodeResult, DemoResult, RankResult
 from kvxfer.cli.demo_stage import DemoOptions
 from kvxfer.cli.ensemble import Ensemble, Move, Pool, Setup
@@ -21,6 +20,7 @@ from kvxfer.cli.output import Steps
 from kvxfer.cli.pools import SPARE_PAGES, GroupShape, cut_chunks, lay_out, page_tables
 from kvxfer.cli.protocol import Done, Expected, FillRows, PatternRows
 from kvxfer.cli.tables import way_taken
+from kvxfer.cli.transfer_case import TransferCase
 from kvxfer.control.messages import TransferStats
 from kvxfer.errors import ConfigError
 from kvxfer.layout import LayerRange, Placement, Shard
@@ -29,7 +29,7 @@ from kvxfer.ops.config import SlotConfig
 
 def _demo_result(options: DemoOptions, problem: str, decoded: DecodeResult | None) -> DemoResult:
     stats = TransferStats(num_rows=8, num_bytes=9216, num_segments=1, num_descriptors=1, num_runs=8)
-    move = Move(elapsed_s=0.01, sent=stats, landed=(stats,), landed_s=(0.01,))
+    move = Move(elapsed_s=0.01, tail_s=0.01, sent=stats, landed=(stats,), landed_s=(0.01,))
     rank = RankResult(0, 8, 9216, 8, 1, 0.01, problem)
     return DemoResult(options, 2, prefill_s=1.0, pair_s=0.1, move=move, ranks=(rank,), decoded=decoded)
 
