@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from kvxfer.cli import protocol
 from kvxfer.cli.bench_stage import Stage, Yardstick
@@ -19,6 +21,8 @@ from kvxfer.layout import LayerRange, Placement, Shard
 
 _FILL_TIMEOUT_S = 180.0
 _SEED = 1
+_FILL = 1
+"""What decode pools hold before each transfer, and after it wherever no row belongs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,22 +130,36 @@ def run_case(case: TransferCase, steps: Steps) -> TransferResult:
     return run_cases([case], steps)[0]
 
 
-def run_cases(
-    cases: Sequence[TransferCase], steps: Steps, on_result: Callable[[TransferResult], None] | None = None
-) -> list[TransferResult]:
+def run_cases(cases: Sequence[TransferCase], steps: Steps) -> list[TransferResult]:
     """Run cases of one device, which were checked, one after another; what they have in common is started once.
 
-    `on_result` hears of each as it is there. Raises `KvxferError` where one cannot be run.
+    Raises `KvxferError` where one cannot be run.
     """
-    results = []
-    with Cast() as cast:
-        steps("starting workers")
-        stage = Stage(cast, max(case.num_ranks for case in cases), cases[0].device)
-        for case in cases:
-            results.append(_run_on(stage, case, steps))
-            if on_result is not None:
-                on_result(results[-1])
-    return results
+    with CaseRunner(max(case.num_ranks for case in cases), cases[0].device, steps) as runner:
+        return [runner.run(case) for case in cases]
+
+
+class CaseRunner:
+    """Runs cases of up to `num_ranks` ranks with pools on `device`. Leaving the context ends all processes."""
+
+    def __init__(self, num_ranks: int, device: protocol.Device, steps: Steps | None = None) -> None:
+        self._steps = steps or Steps()
+        self._steps("starting workers")
+        with contextlib.ExitStack() as stack:
+            self._stage = Stage(stack.enter_context(Cast()), num_ranks, device)
+            self._stack = stack.pop_all()
+
+    def run(self, case: TransferCase) -> TransferResult:
+        """Run a case, which was checked. Raises `KvxferError` where it cannot be run; no other follows then."""
+        return _run_on(self._stage, case, self._steps)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
 
 def _run_on(stage: Stage, case: TransferCase, steps: Steps) -> TransferResult:
@@ -181,8 +199,7 @@ def _measure(
     problems: list[str] = []
     for repeat in range(case.num_repeats + 1):  # the first one warms up
         steps(f"{case.mode}: repeat {repeat} of {case.num_repeats}")
-        fill = 1 + repeat % 255
-        ensemble.refill(fill)
+        ensemble.refill(_FILL)
         if case.busy != "none":
             alone_per_s.append(ensemble.compute_alone(case.busy))
         moves.append(ensemble.move(chunks, _receive(paging), pace=pace))

@@ -1,0 +1,200 @@
+"""Transfers between pools on one GPU over an emulated wire: the tables of docs/performance.md.
+
+`python -m benchmarks.gpu_transfer [--seconds S] [--json FILE] [--repeat N] [--wire-gb-s X] [--only TEXT] [--quick]`
+
+One prefill worker and up to eight decode workers are one process, since the kernels of several would take turns on the
+GPU; each has an agent in a process of its own, without CUDA. Every byte of every transfer is compared. Cases are run in
+the order of their weight; those that would begin after `--seconds` are left out and named. `--quick` tries the command
+on a machine without a GPU: few rows in host memory, a slow wire, no products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvxfer.cli.bench_transfer import CaseRunner, TransferResult
+from kvxfer.cli.transfer_case import TransferCase
+from kvxfer.errors import KvxferError
+
+_MIB = 1 << 20
+_CASE = TransferCase(
+    transport="loopback",
+    mode="packed",
+    num_tokens=32_768,
+    num_layers=61,
+    row_bytes=1152,
+    page_tokens=64,
+    pages="shuffled",
+    num_ranks=8,
+    interleave=1,
+    chunk_tokens=8192,
+    num_repeats=5,
+    num_slots=8,
+    slot_bytes=8 * _MIB,
+    wire_gb_s=50.0,
+    descriptor_us=1.4,
+    device="cuda",
+    placement="worker",
+)
+_LONG, _SHORT, _CHUNK = 32_768, 4096, 4096
+_INTERVAL_S = 0.010
+"""Between submits of chunks of 4096 tokens: longer than one takes, far shorter than a model needs to compute it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A case and what it is called."""
+
+    name: str
+    case: TransferCase
+
+
+def all_cases(base: TransferCase) -> list[Named]:
+    """Every case, those that share agents beside each other, the weightiest first."""
+    return list(_cases(base))
+
+
+def _cases(base: TransferCase) -> Iterator[Named]:
+    for num_ranks in (8, 4):
+        ranked = replace(base, num_ranks=num_ranks)
+        yield from _both_lengths(f"dcp {num_ranks}", ranked)
+        if num_ranks == 8:
+            yield Named("dcp 8, chunks", replace(ranked, chunk_tokens=_CHUNK, interval_s=_INTERVAL_S))
+            yield Named("dcp 8, busy long", replace(ranked, busy="long"))
+            yield Named("dcp 8, busy short", replace(ranked, busy="short"))
+    for num_ranks in (8, 4):
+        ranked = replace(base, num_ranks=num_ranks)
+        yield from _both_lengths(f"dcp {num_ranks}, 512 MiB", replace(ranked, num_slots=64))
+        # Slots as the longer of the two needs them, so that one set of agents serves both.
+        serial = replace(ranked, mode="serial", num_tokens=_LONG)
+        yield from _both_lengths(f"dcp {num_ranks}, serial", replace(serial, slot_bytes=serial.slots()[0].slot_bytes))
+    yield from _both_lengths("dcp 8, 4 x 16 MiB", replace(base, num_slots=4, slot_bytes=16 * _MIB))
+
+
+def _both_lengths(name: str, case: TransferCase) -> Iterator[Named]:
+    for num_tokens in (_LONG, _SHORT):
+        yield Named(f"{name}, {num_tokens} tokens", replace(case, num_tokens=num_tokens))
+
+
+def run(cases: list[Named], seconds: float, json_path: Path | None) -> dict[str, TransferResult]:
+    """Run the cases and print each as it ends; what is there by then is in the file, whatever comes after."""
+    began_s = time.monotonic()
+    results: dict[str, TransferResult] = {}
+    facts: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    _say("| case | ms | share | GB/s | tail ms | us a segment | decode us | kept | MiB | s |")
+    _say("|---|---|---|---|---|---|---|---|---|---|")
+    with CaseRunner(max(each.case.num_ranks for each in cases), cases[0].case.device) as runner:
+        for named in cases:
+            if time.monotonic() - began_s > seconds:
+                left_out.append(named.name)
+                continue
+            try:
+                result = runner.run(named.case)
+            except KvxferError as error:
+                _say(f"{named.name}: {error}")
+                break  # the processes are in no known state
+            results[named.name] = result
+            facts.append({"name": named.name, "at_s": time.monotonic() - began_s} | result.as_json())
+            _say(_row(named.name, facts[-1]))
+            if json_path is not None:
+                json_path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    if left_out:
+        _say(f"left out after {seconds:.0f} s: {'; '.join(left_out)}")
+    _say(f"{time.monotonic() - began_s:.0f} s in all")
+    return results
+
+
+def _row(name: str, facts: dict[str, Any]) -> str:
+    kept = "" if facts["worker_rate_kept"] is None else f"{facts['worker_rate_kept']:.3f}"
+    wrong = "" if facts["verified"] else f" WRONG: {facts['problems'][0]}"
+    return (
+        f"| {name}{wrong} | {facts['transfer_ms']:.2f} | {facts['share_of_wire']:.3f} | {facts['goodput_gb_s']:.1f} "
+        f"| {facts['exposed_tail_ms']:.2f} | {facts['worker_us_per_segment'] or 0.0:.0f} "
+        f"| {facts['decode_worker_us_per_segment'] or 0.0:.0f} | {kept} "
+        f"| {facts['peak_device_bytes'] / _MIB:.1f} | {facts['at_s']:.0f} |"
+    )
+
+
+def print_goals(results: dict[str, TransferResult]) -> None:
+    """What the figures say of the goals."""
+    _say("\n| goal | got | wanted |\n|---|---|---|")
+    for num_ranks in (8, 4):
+        for num_tokens, wanted in ((_LONG, 0.92), (_SHORT, 0.85)):
+            small, large, serial = (
+                results.get(f"dcp {num_ranks}{kind}, {num_tokens} tokens") for kind in ("", ", 512 MiB", ", serial")
+            )
+            what = f"dcp {num_ranks}, {num_tokens} tokens"
+            if small is not None:
+                _goal(f"share of the wire, {what}", small.share_of_wire, f"at least {wanted}")
+            if small is not None and large is not None:
+                _goal(f"64 MiB of slots / 512 MiB, {what}", large.elapsed_s / small.elapsed_s, "at least 0.95")
+            if serial is not None:
+                _goal(f"serial: share of the wire, {what}", serial.share_of_wire, "")
+    for busy, wanted in (("long", 0.95), ("short", 0.93)):
+        result = results.get(f"dcp 8, busy {busy}")
+        if result is not None:
+            _goal(f"share of the wire, busy {busy}", result.share_of_wire, "at least 0.92")
+            _goal(f"worker keeps, busy {busy}", result.rate_kept, f"at least {wanted}")
+            _goal(f"worker's us a segment, busy {busy}", result.as_json()["worker_us_per_segment"], "at most 40")
+    chunks, alone = results.get("dcp 8, chunks"), results.get(f"dcp 8, {_SHORT} tokens")
+    if chunks is not None and alone is not None:
+        _goal("tail of chunks of 4096 / one such chunk alone", chunks.tail_s / alone.tail_s, "at most 1.2")
+    packed = [result for name, result in results.items() if "serial" not in name]
+    if packed:
+        peak = max(result.as_json()["peak_device_bytes"] for result in packed)
+        _goal("MiB of the GPU besides pools", peak / _MIB, "at most 16")
+
+
+def _goal(what: str, got: float | None, wanted: str) -> None:
+    _say(f"| {what} | {'-' if got is None else f'{got:.3f}'} | {wanted} |")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> int:
+    """Run the command; 1 where a byte differs."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=85.0, help="begin no case after so long")
+    parser.add_argument("--json", type=Path, help="write the facts of all cases into this file")
+    parser.add_argument("--repeat", type=int, default=_CASE.num_repeats, help="transfers of each case")
+    parser.add_argument("--wire-gb-s", type=float, default=_CASE.wire_gb_s, help="rate of the wire")
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--quick", action="store_true", help="few rows in host memory")
+    options = parser.parse_args()
+    base = replace(_CASE, num_repeats=options.repeat, wire_gb_s=options.wire_gb_s)
+    cases = [each for each in all_cases(base) if options.only in each.name]
+    if options.quick:
+        cases = [_quick(each) for each in cases if each.case.busy == "none"]
+    results = run(cases, options.seconds, options.json)
+    print_goals(results)
+    return 0 if all(not result.problems for result in results.values()) else 1
+
+
+def _quick(named: Named) -> Named:
+    case = named.case
+    small = replace(
+        case,
+        num_tokens=case.num_tokens // 64,
+        chunk_tokens=case.chunk_tokens // 64,
+        num_ranks=case.num_ranks // 4,
+        num_layers=4,
+        num_slots=min(case.num_slots, 16),
+        slot_bytes=64 << 10,
+        wire_gb_s=0.2,
+        device="cpu",
+    )
+    return Named(named.name, small)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
