@@ -1,0 +1,149 @@
+"""The calls of CUDA's driver that row streams and shared pools need, each checked.
+
+Importing this needs no CUDA. The first call does: it raises `EngineMissingError` where cuda-bindings or the GPU's
+driver is not installed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from kvxfer.errors import EngineMissingError, RegistrationError, TransportError
+from kvxfer.memory import HostMemory
+
+_REMEDIES = {
+    "CUDA_ERROR_NO_DEVICE": "no GPU is visible to this process; look at CUDA_VISIBLE_DEVICES and the container's GPUs",
+    "CUDA_ERROR_INVALID_DEVICE": "the device index names no GPU that is visible to this process",
+    "CUDA_ERROR_OUT_OF_MEMORY": "the GPU has no memory left for this; leave some free of the engine's share",
+    "CUDA_ERROR_NOT_SUPPORTED": "this GPU or its driver cannot do that; use the path over host memory",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel of this process has broken its context; the process must end",
+}
+_REGISTRATION_REMEDY = (
+    "allow this process to lock its memory (ulimit -l unlimited, CAP_IPC_LOCK in a container), or make the slots "
+    "smaller; without registered slots only the path over host memory is left"
+)
+
+
+@functools.cache
+def cuda() -> Any:  # noqa: ANN401 - cuda-bindings has no types
+    """`cuda.bindings.driver`, initialised."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise EngineMissingError("GPU streams need the package cuda-bindings: install kvxfer[gpu]") from error
+    try:
+        result = driver.cuInit(0)
+    except RuntimeError as error:  # the bindings found no libcuda
+        raise EngineMissingError(
+            f"GPU streams need NVIDIA's driver library libcuda.so.1, which comes with the GPU's driver: {error}"
+        ) from error
+    if result[0] != driver.CUresult.CUDA_SUCCESS:
+        raise TransportError(_message(driver, "cuInit", result[0]))
+    return driver
+
+
+def check(call: str, result: tuple[Any, ...]) -> Any:  # noqa: ANN401
+    """What a driver call returned, without its error code; None where there is nothing else.
+
+    Raises `TransportError` with the remedy where the code is not CUDA_SUCCESS.
+    """
+    error = result[0]
+    if error != 0:
+        raise TransportError(_message(cuda(), call, error))
+    return result[1] if len(result) == 2 else result[1:] or None
+
+
+def _message(driver: Any, call: str, error: Any) -> str:  # noqa: ANN401
+    name = driver.CUresult(error).name
+    remedy = _REMEDIES.get(name)
+    return f"{call}: got {name}, expected CUDA_SUCCESS" + (f": {remedy}" if remedy else "")
+
+
+class Gpu:
+    """A GPU's primary context, the one that torch uses. `with` makes it current in the calling thread for a while.
+
+    One object a device and process, from `gpu()`; contexts live as long as the process does.
+    """
+
+    def __init__(self, device_index: int) -> None:
+        """Use `gpu`."""
+        driver = cuda()
+        self.device_index = device_index
+        self.device = check("cuDeviceGet", driver.cuDeviceGet(device_index))
+        self._context = check("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(self.device))
+        self._push = driver.cuCtxPushCurrent
+        self._pop = driver.cuCtxPopCurrent
+
+    def __enter__(self) -> Gpu:
+        check("cuCtxPushCurrent", self._push(self._context))
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        check("cuCtxPopCurrent", self._pop())
+
+    @property
+    def uuid(self) -> str:
+        """Names the GPU in every process and container, as 32 hexadecimal digits."""
+        return bytes(check("cuDeviceGetUuid", cuda().cuDeviceGetUuid(self.device)).bytes).hex()
+
+    @property
+    def capability(self) -> int:
+        """Compute capability, 90 for 9.0."""
+        return self.attribute("COMPUTE_CAPABILITY_MAJOR") * 10 + self.attribute("COMPUTE_CAPABILITY_MINOR")
+
+    def attribute(self, name: str) -> int:
+        """CU_DEVICE_ATTRIBUTE_`name`."""
+        driver = cuda()
+        attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(check("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(attribute, self.device)))
+
+    def register(self, memory: HostMemory) -> int:
+        """Let the GPU read and write `memory`; the address by which it does. Until `unregister`.
+
+        Raises `RegistrationError` where the memory cannot be locked.
+        """
+        driver = cuda()
+        flags = driver.CU_MEMHOSTREGISTER_DEVICEMAP | driver.CU_MEMHOSTREGISTER_PORTABLE
+        with self:
+            error = driver.cuMemHostRegister(memory.address, memory.num_bytes, flags)[0]
+            if error != 0:
+                raise RegistrationError(
+                    f"cuMemHostRegister of {memory.num_bytes} bytes: got {driver.CUresult(error).name}, expected "
+                    f"CUDA_SUCCESS: {_REGISTRATION_REMEDY}"
+                )
+            try:
+                return int(check("cuMemHostGetDevicePointer", driver.cuMemHostGetDevicePointer(memory.address, 0)))
+            except TransportError:
+                driver.cuMemHostUnregister(memory.address)
+                raise
+
+    def unregister(self, memory: HostMemory) -> None:
+        """End `register`. No stream may touch the memory any more."""
+        with self:
+            check("cuMemHostUnregister", cuda().cuMemHostUnregister(memory.address))
+
+    def create_stream(self) -> Any:  # noqa: ANN401
+        """A stream that waits for no other, of the highest priority: its kernels are few and small, and streams of
+        different priorities do not share a queue of the GPU, in which one that waits would hold up another."""
+        driver = cuda()
+        with self:
+            _, greatest = check("cuCtxGetStreamPriorityRange", driver.cuCtxGetStreamPriorityRange())
+            flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            return check("cuStreamCreateWithPriority", driver.cuStreamCreateWithPriority(flags, greatest))
+
+
+@functools.cache
+def gpu(device_index: int) -> Gpu:
+    """The GPU that this process knows under `device_index`. Raises `EngineMissingError`, `TransportError`."""
+    return Gpu(device_index)
+
+
+def find_gpu(uuid: str) -> Gpu | None:
+    """The visible GPU with that UUID, or None."""
+    driver = cuda()
+    for device_index in range(check("cuDeviceGetCount", driver.cuDeviceGetCount())):
+        device = check("cuDeviceGet", driver.cuDeviceGet(device_index))
+        if bytes(check("cuDeviceGetUuid", driver.cuDeviceGetUuid(device)).bytes).hex() == uuid:
+            return gpu(device_index)
+    return None
