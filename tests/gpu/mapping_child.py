@@ -1,0 +1,73 @@
+"""A second process on the GPU, which maps the pools of the first: python -m tests.gpu.mapping_child REQUEST FD.
+
+It pulls rows out of both pools into one of its own by a row stream, and says "pulled" when they are right.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+
+import numpy as np
+import torch
+
+from kvxfer.memory import HostMemory
+from kvxfer.streams.cuda_stream import CudaRowStream
+from kvxfer.streams.device import PoolHandle, allocate_pool, map_pool
+from kvxfer.streams.ring import LINEAR, OrderCode, Ring, Span
+from tests.gpu.orders import (
+    MEMORY_BYTES,
+    NUM_LANES,
+    NUM_OFFSETS,
+    Segment,
+    apply,
+    assert_same,
+    contents,
+    fill,
+    wait_done,
+)
+
+SEED = 11
+ROWS = list(range(0, 400 * 1152, 1152))
+
+
+def pull(src_memory: int, dst_first: int) -> Segment:
+    """Every row of the first 400, last one first, into a dense run."""
+    return Segment([Span(1152, 400, 16, src_memory, 0, 0, 0, dst_first, LINEAR)], ROWS[::-1])
+
+
+def main(request: str, fd: int) -> None:
+    handles = [
+        PoolHandle(**{**fields, "ipc": base64.b64decode(fields["ipc"])})
+        for fields in json.loads(base64.b64decode(request))
+    ]
+    mapped = [map_pool(handles[0], fd), map_pool(handles[1])]
+    own = allocate_pool(MEMORY_BYTES, 0)
+    memories = contents(SEED)
+    tensor = own.tensor()
+    tensor.copy_(torch.from_numpy(memories[0]))
+    torch.cuda.synchronize()
+    ring, slots = Ring.create(NUM_LANES, NUM_OFFSETS), HostMemory.create(MEMORY_BYTES, "slots")
+    stream = CudaRowStream(ring, own.pool, slots)
+    for number, (index, each) in enumerate(zip((2, 3), mapped, strict=True)):
+        stream.set_memory(index, each.pool)
+        stream.enqueue(number)
+        segment = pull(index, number * 400 * 1152)
+        fill(ring, number, segment)
+        ring.order(number, OrderCode.RUN, number)
+        wait_done(ring, number)
+        apply(segment, [memories[0], memories[1], memories[2], memories[2]])
+    assert_same(tensor.cpu().numpy(), memories[0], "own pool")
+    stream.close()
+    del tensor
+    for pool in (*mapped, own):
+        pool.close()
+    slots.close()
+    ring.close()
+    sys.stdout.write("pulled\n")
+
+
+if __name__ == "__main__":
+    assert np.asarray(ROWS).max() + 1152 <= MEMORY_BYTES
+    main(sys.argv[1], int(sys.argv[2]))

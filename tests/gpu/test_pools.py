@@ -1,0 +1,80 @@
+"""Pools of a GPU that another process maps: by descriptor and by legacy handle."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvxfer.errors import HandoffError
+from kvxfer.streams.device import DevicePool, PoolHandle, allocate_pool, map_pool, share_legacy
+from tests.gpu.mapping_child import SEED
+from tests.gpu.orders import MEMORY_BYTES, PEER, contents
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(80)]
+ROOT = Path(__file__).parents[2]
+
+
+def packed(handles: list[PoolHandle]) -> str:
+    fields = [{**dataclasses.asdict(each), "ipc": base64.b64encode(each.ipc).decode()} for each in handles]
+    return base64.b64encode(json.dumps(fields).encode()).decode()
+
+
+def test_another_process_pulls_rows_from_both_kinds() -> None:
+    bytes_of_pool = torch.from_numpy(contents(SEED)[PEER])
+    shared = allocate_pool(MEMORY_BYTES, 0)
+    tensor = shared.tensor()
+    tensor.copy_(bytes_of_pool)
+    # A pool in the midst of an allocation of torch: the handle is of the allocation, the offset finds the pool.
+    whole = torch.zeros(2 * MEMORY_BYTES, dtype=torch.uint8, device="cuda")
+    legacy = whole[4096 : 4096 + MEMORY_BYTES]
+    legacy.copy_(bytes_of_pool)
+    torch.cuda.synchronize()
+    handle, fd = shared.share()
+    legacy_handle = share_legacy(DevicePool.of(legacy))
+    assert legacy_handle.offset_bytes >= 4096
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.mapping_child", packed([handle, legacy_handle]), str(fd)],
+        cwd=ROOT,
+        pass_fds=(fd,),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert result.stdout == "pulled\n"
+    assert torch.equal(tensor.cpu(), bytes_of_pool)
+    del tensor
+    os.close(fd)
+    shared.close()
+
+
+def test_what_cannot_be_mapped_is_refused_with_the_remedy() -> None:
+    shared = allocate_pool(1000, 0)
+    assert shared.pool.num_bytes == 1000
+    handle, fd = shared.share()
+    with pytest.raises(HandoffError, match="expected one of the GPUs that this process sees"):
+        map_pool(dataclasses.replace(handle, gpu_uuid="00" * 16), fd)
+    with pytest.raises(HandoffError, match="expected a part of"):
+        map_pool(dataclasses.replace(handle, num_bytes=handle.mapped_bytes + 1), fd)
+    with pytest.raises(HandoffError, match="cuMemImportFromShareableHandle"), Path(os.devnull).open() as no_pool:
+        map_pool(handle, no_pool.fileno())
+    with pytest.raises(HandoffError, match=r"without a legacy IPC handle.*allocate_pool"):
+        share_legacy(shared.pool)
+    mapped = map_pool(handle, fd)
+    with pytest.raises(HandoffError, match="forward the original handle"):
+        mapped.share()
+    mapped.close()
+    mapped.close()
+    legacy = torch.zeros(4096, dtype=torch.uint8, device="cuda")
+    with pytest.raises(HandoffError, match=r"has the PID of this one.*shareProcessNamespace"):
+        map_pool(share_legacy(DevicePool.of(legacy)))
+    os.close(fd)
+    shared.close()
