@@ -57,7 +57,7 @@ class Named:
 
 
 def all_cases(base: TransferCase) -> list[Named]:
-    """Every case, those that share agents beside each other, the weightiest first."""
+    """Every case, those that share agents beside each other, the weightiest first; 64 MiB of slots a side."""
     return list(_cases(base))
 
 
@@ -69,13 +69,13 @@ def _cases(base: TransferCase) -> Iterator[Named]:
             yield Named("dcp 8, chunks", replace(ranked, chunk_tokens=_CHUNK, interval_s=_INTERVAL_S))
             yield Named("dcp 8, busy long", replace(ranked, busy="long"))
             yield Named("dcp 8, busy short", replace(ranked, busy="short"))
+    yield from _both_lengths("dcp 8, 4 x 16 MiB", replace(base, num_slots=4, slot_bytes=16 * _MIB))
     for num_ranks in (8, 4):
         ranked = replace(base, num_ranks=num_ranks)
         yield from _both_lengths(f"dcp {num_ranks}, 512 MiB", replace(ranked, num_slots=64))
         # Slots as the longer of the two needs them, so that one set of agents serves both.
         serial = replace(ranked, mode="serial", num_tokens=_LONG)
         yield from _both_lengths(f"dcp {num_ranks}, serial", replace(serial, slot_bytes=serial.slots()[0].slot_bytes))
-    yield from _both_lengths("dcp 8, 4 x 16 MiB", replace(base, num_slots=4, slot_bytes=16 * _MIB))
 
 
 def _both_lengths(name: str, case: TransferCase) -> Iterator[Named]:

@@ -76,9 +76,9 @@ class LoopbackOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wire_bytes_per_s: _PositiveRate = math.inf
     num_copy_threads: _CopyThreads = 1
 
-    def wire_s(self, entries: Entries) -> float:
+    def wire_s(self, num_descriptors: int, num_bytes: int) -> float:
         """Seconds for which a write holds the wire."""
-        return max(entries.num_entries * self.descriptor_s, entries.num_bytes / self.wire_bytes_per_s)
+        return max(num_descriptors * self.descriptor_s, num_bytes / self.wire_bytes_per_s)
 
 
 @dataclass(slots=True)
@@ -86,6 +86,7 @@ class _Write:
     write_id: int
     peer: LoopbackPeer
     entries: Entries
+    num_bytes: int
     held_by_fault: bool = False
     reported: bool = False
 
@@ -164,7 +165,7 @@ class LoopbackTransport:
         if known is None:
             raise PeerLostError(f"got peer {peer}, expected one that add_peer made known")
         entries = checked_entries(batch, self._regions.values(), known.regions)
-        write = _Write(next(self._ids), known, entries)
+        write = _Write(next(self._ids), known, entries, entries.num_bytes)
         with self._changed:
             self._writes[write.write_id] = write
             self._plan(write)
@@ -203,8 +204,7 @@ class LoopbackTransport:
 
     def _plan(self, write: _Write) -> None:
         """Draw the write's fate and put what follows from it on the schedule. `_changed` is held."""
-        delay_s = self._random.choice(self._faults.delays_s)
-        fate = self._draw_fate()
+        fate, delay_s = ("done", 0.0) if self._options.faults is None else self._draw()
         write.held_by_fault = fate in ("drop", "late") or delay_s > 0.0
         now_s = time.monotonic()
         if fate == "drop":
@@ -217,7 +217,9 @@ class LoopbackTransport:
         if fate == "fail":
             self._at(now_s + delay_s, partial(self._finish, write, Outcome.FAILED, "injected failure"))
             return
-        self._wire_free_at_s = max(now_s, self._wire_free_at_s) + self._options.wire_s(write.entries)
+        self._wire_free_at_s = max(now_s, self._wire_free_at_s) + self._options.wire_s(
+            write.entries.num_entries, write.num_bytes
+        )
         due_s = self._wire_free_at_s + delay_s
         end = partial(self._finish, write, Outcome.DONE, "")
         if fate == "duplicate":
@@ -233,13 +235,15 @@ class LoopbackTransport:
             # While the write holds the wire, or waits for it: nobody looks at the target before it is reported.
             self._begin(write, write.entries, partial(self._at, due_s, end))
 
-    def _draw_fate(self) -> str:
+    def _draw(self) -> tuple[str, float]:
+        """A write's fate, and by how many seconds it is late."""
+        delay_s = self._random.choice(self._faults.delays_s)
         left = self._random.random()
         for fate in ("drop", "fail", "truncate", "duplicate", "late"):
             left -= getattr(self._faults, fate)
             if left < 0.0:
-                return fate
-        return "done"
+                return fate, delay_s
+        return "done", delay_s
 
     def _at(self, due_s: float, action: Callable[[], object]) -> None:
         """Let the schedule's thread call `action` when it is due; at once where it is due already."""
@@ -292,7 +296,7 @@ class LoopbackTransport:
             if write.reported:
                 return
             write.reported = True
-            self.counters.count(outcome, write.entries.num_entries, write.entries.num_bytes)
+            self.counters.count(outcome, write.entries.num_entries, write.num_bytes)
         self._completions.put(Completion(write.write_id, outcome, detail))
 
     def _end_all(self, detail: str, peer: LoopbackPeer | None = None) -> None:
