@@ -148,20 +148,27 @@ class Ensemble:
 
     def hand_over(self, src: Pool, dst: list[Pool], fill: int) -> None:
         """Let every worker create its pool, all bytes `fill`, and hand it to its agent."""
-        socket_dirs = [self._cast.socket_dir(name) for name in ("prefill-agent", *self._decode_names)]
-        workers = [self.prefill, *self.decode]
-        for worker, socket_dir, pool in zip(workers, socket_dirs, [src, *dst], strict=True):
-            worker.send(
-                protocol.HandOver(
-                    socket_dir=socket_dir,
-                    layout=pool.layout,
-                    pool_bytes=pool.num_bytes,
-                    fill=fill,
-                    device=self.setup.device,
-                    placement=self.setup.placement,
-                )
+        names = ("prefill-agent", *self._decode_names)
+        commands = [
+            protocol.HandOver(
+                socket_dir=self._cast.socket_dir(name),
+                layout=pool.layout,
+                pool_bytes=pool.num_bytes,
+                fill=fill,
+                device=self.setup.device,
+                placement=self.setup.placement,
             )
-        for worker in workers:
+            for name, pool in zip(names, [src, *dst], strict=True)
+        ]
+        self.prefill.send(commands[0])
+        if self.setup.device == "cuda":
+            # The first of the process compiles the kernel; together they would all do so.
+            self.prefill.receive(protocol.Done, _COMMAND_TIMEOUT_S)
+        for worker, command in zip(self.decode, commands[1:], strict=True):
+            worker.send(command)
+        if self.setup.device == "cpu":
+            self.prefill.receive(protocol.Done, _COMMAND_TIMEOUT_S)
+        for worker in self.decode:
             worker.receive(protocol.Done, _COMMAND_TIMEOUT_S)
 
     def let_go(self) -> None:
