@@ -1,0 +1,242 @@
+"""CUDA's driver, as far as row streams and shared pools use it, on host memory: streams are threads.
+
+It stands in for `cuda.bindings.driver` and is as strict about contexts, registered addresses and flags.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Final
+
+import numpy as np
+import torch
+
+from kvxfer.kernels import reference
+
+OK = (0,)
+CONTEXT, MODULE, FUNCTION = 11, 12, 13
+
+
+class CUresult(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_DEVICE = 101
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712
+
+
+class Stream(threading.Thread):
+    """Does one thing after the other. Daemons: one that waits for ever must not hold up the end of the tests."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._jobs: deque[Callable[[], bool] | None] = deque()
+        self._changed = threading.Condition()
+        self.start()
+
+    def push(self, job: Callable[[], bool] | None) -> None:
+        """`job` is called until it returns True; None ends the stream."""
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs)
+                job = self._jobs[0]
+            while job is not None and not job():
+                time.sleep(1e-4)
+            with self._changed:
+                self._jobs.popleft()
+                self._changed.notify_all()
+            if job is None:
+                return
+
+    def drain(self) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._jobs, 10.0), "the stream waits for ever"
+
+
+class Event:
+    """`reached` belongs to the latest record; who waits keeps that one."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+
+def _word(address: int) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(address)
+
+
+def _tensor(address: int, num_words: int) -> torch.Tensor:
+    return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_int64 * num_words).from_address(address)))
+
+
+class FakeCuda:
+    """The module. `fail(call, error)` makes a call return that error from now on."""
+
+    CUresult: Final = CUresult
+    CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP = 1, 2
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=9,
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=0,
+        CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS=1,
+    )
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.streams: dict[int, Stream] = {0: Stream()}
+        self.num_events = 0
+        self._depth = 0
+        self._failing: dict[str, int] = {}
+
+    def fail(self, call: str, error: int) -> None:
+        self._failing[call] = error
+
+    def __getattribute__(self, name: str) -> object:
+        if name.startswith("cu") and (error := object.__getattribute__(self, "_failing").get(name)):
+            return lambda *_arguments: (error,)
+        return object.__getattribute__(self, name)
+
+    def cuInit(self, flags: int) -> tuple[int, ...]:
+        assert flags == 0
+        return OK
+
+    def cuDeviceGet(self, device_index: int) -> tuple[int, ...]:
+        return (0, 0) if device_index == 0 else (CUresult.CUDA_ERROR_INVALID_DEVICE,)
+
+    def cuDeviceGetAttribute(self, attribute: int, _device: int) -> tuple[int, int]:
+        return 0, attribute
+
+    def cuDevicePrimaryCtxRetain(self, _device: int) -> tuple[int, int]:
+        return 0, CONTEXT
+
+    def cuCtxPushCurrent(self, context: int) -> tuple[int, ...]:
+        assert context == CONTEXT
+        self._depth += 1
+        return OK
+
+    def cuCtxPopCurrent(self) -> tuple[int, int]:
+        self._depth -= 1
+        assert self._depth >= 0
+        return 0, CONTEXT
+
+    def cuCtxGetStreamPriorityRange(self) -> tuple[int, int, int]:
+        return 0, 0, -5
+
+    def cuMemHostRegister(self, address: int, num_bytes: int, flags: int) -> tuple[int, ...]:
+        assert self._depth
+        assert flags == 3
+        if address in self.registered:
+            return (CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED,)
+        self.registered[address] = num_bytes
+        return OK
+
+    def cuMemHostGetDevicePointer(self, address: int, _flags: int) -> tuple[int, int]:
+        return 0, address
+
+    def cuMemHostUnregister(self, address: int) -> tuple[int, ...]:
+        assert self._depth
+        del self.registered[address]
+        return OK
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[int, int]:
+        assert image == b"cubin"
+        return 0, MODULE
+
+    def cuModuleGetFunction(self, module: int, name: bytes) -> tuple[int, int]:
+        assert (module, name) == (MODULE, b"move_rows")
+        return 0, FUNCTION
+
+    def cuStreamCreateWithPriority(self, flags: int, priority: int) -> tuple[int, int]:
+        assert (self._depth > 0, flags, priority) == (True, 1, -5)
+        handle = max(self.streams) + 1
+        self.streams[handle] = Stream()
+        return 0, handle
+
+    def cuStreamDestroy(self, stream: int) -> tuple[int, ...]:
+        self.streams.pop(stream).push(None)
+        return OK
+
+    def cuStreamSynchronize(self, stream: int) -> tuple[int, ...]:
+        self.streams[stream].drain()
+        return OK
+
+    def cuStreamWaitValue64(self, stream: int, address: int, value: int, flags: int) -> tuple[int, ...]:
+        self._check_word(address, flags)
+        self.streams[stream].push(lambda: _word(address).value >= value)
+        return OK
+
+    def cuStreamWriteValue64(self, stream: int, address: int, value: int, flags: int) -> tuple[int, ...]:
+        self._check_word(address, flags)
+
+        def write() -> bool:
+            _word(address).value = value
+            return True
+
+        self.streams[stream].push(write)
+        return OK
+
+    def cuEventCreate(self, flags: int) -> tuple[int, Event]:
+        assert flags == 2
+        self.num_events += 1
+        return 0, Event()
+
+    def cuEventDestroy(self, _event: Event) -> tuple[int, ...]:
+        self.num_events -= 1
+        return OK
+
+    def cuEventRecord(self, event: Event, stream: int) -> tuple[int, ...]:
+        event.reached = reached = threading.Event()
+
+        def record() -> bool:
+            reached.set()
+            return True
+
+        self.streams[stream].push(record)
+        return OK
+
+    def cuStreamWaitEvent(self, stream: int, event: Event, _flags: int) -> tuple[int, ...]:
+        reached = event.reached
+        self.streams[stream].push(reached.is_set)
+        return OK
+
+    def cuLaunchKernel(self, function: int, *rest: int) -> tuple[int, ...]:
+        assert self._depth
+        assert function == FUNCTION
+        *grid, _shared, stream, pointers, extra = rest
+        assert (grid[1:], extra) == ([1, 1, 64, 1, 1], 0)
+        addresses = (ctypes.c_void_p * 10).from_address(pointers)
+        words, memories, entry, run, lanes, lane_words, num_lanes, num_memories, *nulls = (
+            _word(address or 0).value for address in addresses
+        )
+        assert nulls == [0, 0]
+
+        def move() -> bool:
+            reference.move_rows(
+                _tensor(words, lanes + num_lanes * lane_words),
+                _tensor(memories, 2 * num_memories).view(-1, 2),
+                entry,
+                run,
+                lanes,
+                lane_words,
+            )
+            return True
+
+        self.streams[stream].push(move)
+        return OK
+
+    def _check_word(self, address: int, flags: int) -> None:
+        assert self._depth
+        assert flags == 0
+        assert any(first <= address < first + num_bytes for first, num_bytes in self.registered.items())
