@@ -59,10 +59,8 @@ class HostMemory:
 
         Pages are backed when first touched. Raises `OSError` where the system has no more memory to give.
         """
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = _sealed_memfd(num_bytes, name)
         try:
-            os.ftruncate(fd, num_bytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd, num_bytes)
         except BaseException:
             os.close(fd)
@@ -102,6 +100,20 @@ class HostMemory:
             # A view is still alive somewhere; the mapping goes when that view does.
             return
 
+    def replace(self, name: str) -> None:
+        """Put zeroed memory at these addresses, and under this descriptor, in place of what is there.
+
+        Others that have mapped the old memory keep it. Views of `array` see the new. Raises `OSError`; nothing has
+        changed then.
+        """
+        fd = _sealed_memfd(self.num_bytes, name)
+        try:
+            _map_over(self.address, self.num_bytes, mmap.MAP_SHARED, fd)
+            self._mapping.madvise(mmap.MADV_DONTFORK)
+            os.dup2(fd, self.fd, inheritable=False)
+        finally:
+            os.close(fd)
+
     def abandon(self) -> None:
         """Give the memory back, but keep its addresses for ever.
 
@@ -122,6 +134,18 @@ class HostMemory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _sealed_memfd(num_bytes: int, name: str) -> int:
+    """A new memfd whose size can never change; the caller closes it. Raises `OSError`."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _map_over(address: int, num_bytes: int, flags: int, fd: int) -> None:

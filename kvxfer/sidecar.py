@@ -10,49 +10,33 @@ import logging
 import os
 import select
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Protocol
 
-import numpy as np
-
-from kvxfer.control.channel import Channel, HasFileno, Selector, WorkerListener
-from kvxfer.control.codec import decode, encode
-from kvxfer.control.handoff_listener import HandoffListener, LostPool, ReceivedPool, RefusedHandoff
+from kvxfer.control.channel import Channel, HasFileno, Selector
+from kvxfer.control.codec import decode
+from kvxfer.control.handoff_listener import ReceivedPool
 from kvxfer.control.ids import new_id
-from kvxfer.control.messages import AttachWorker, Message, Refused, TransferEvent, WorkerReply
-from kvxfer.errors import KvxferError, RefusedError
-from kvxfer.layout import PoolLayout
+from kvxfer.control.messages import Message, TransferEvent
+from kvxfer.errors import KvxferError
 from kvxfer.operations import RowExecutor
 from kvxfer.ops.config import OpsConfig, SlotConfig, TransportConfig
 from kvxfer.ops.health import Ops, Pulse
 from kvxfer.row_mover import HostExecutor, RowMover
 from kvxfer.rows_host import ByteArray
 from kvxfer.slot_memory import SlotMemory
+from kvxfer.streams.stream_mover import StreamMover
 from kvxfer.transports.registry import create_transport
+from kvxfer.worker_desk import WorkerAgent, WorkerDesk
 
 TICK_S = 0.1
 _LAST_WORDS_S = 0.1
 MAX_MESSAGES_PER_TURN = 512
 
 
-class Agent(Protocol):
+class Agent(WorkerAgent, Protocol):
     """What a side adds to the loop."""
-
-    def worker_attached(self, layout: PoolLayout, now: float) -> WorkerReply:
-        """The worker's connection and pool are known: the answer to it."""
-        ...
-
-    def worker_lost(self, now: float) -> None: ...
-
-    def worker_request(self, message: Message, now: float) -> WorkerReply:
-        """Serve a request. Raises `KvxferError`; nothing has changed then."""
-        ...
-
-    def is_pool_quiet(self) -> bool:
-        """Whether no operation touches the worker's pool."""
-        ...
 
     def begin_drain(self, now: float) -> None:
         """Take on nothing new from now on; what is open may go on."""
@@ -89,15 +73,8 @@ class Sidecar:
     ) -> None:
         self.incarnation = new_id()
         self.log = logging.getLogger(f"kvxfer.{role}")
-        self.pool: ReceivedPool | None = None
         self._slot_config = slots
         self._agent = agent
-        self._worker: bytes | None = None
-        self._next_pool: ReceivedPool | None = None
-        self._lost_pool: ReceivedPool | None = None
-        self._rows: RowExecutor | None = None  # of the pool, also of a lost one that is still in use
-        self._waiting_worker: tuple[bytes, AttachWorker, int] | None = None  # of the next pool
-        self._events: deque[TransferEvent] = deque()  # for the worker: at most two a transfer that it opened
         self.pulse = Pulse()
         self._num_stops = 0
         self._drain_s = drain_s
@@ -106,10 +83,8 @@ class Sidecar:
         self._handlers: dict[int, Callable[[float], None]] = {}
         self._selector = Selector()
         with ExitStack() as stack:
-            self._workers = WorkerListener(socket_dir)
-            stack.callback(self._workers.close)
-            self._handoffs = HandoffListener(socket_dir)
-            stack.callback(self._handoffs.close)
+            self.desk = WorkerDesk(agent, socket_dir, self.log, slots=lambda: self.slots, open_rows=self._open_rows)
+            stack.callback(self.desk.close)
             self.slots = SlotMemory(slots)
             stack.callback(lambda: self.slots.memory.close())
             options = dict(transport.options)
@@ -127,8 +102,8 @@ class Sidecar:
             self.ops = Ops(ops, self.pulse)
             stack.callback(self.ops.close)
             self._stack = stack.pop_all()
-        self.watch(self._workers, self._receive_from_workers)
-        self.watch(self._handoffs, self._poll_handoffs)
+        self.watch(self.desk.channel, lambda now: self.desk.receive(self.drain, now))
+        self.watch(self.desk.handoffs, self.desk.poll_handoffs)
         self._selector.add(self._stop_fd)
 
     def renew_slots(self) -> None:
@@ -136,7 +111,7 @@ class Sidecar:
 
         Raises `TransportError` or `OSError`, and changes nothing, where there is no more memory to be had.
         """
-        fresh = SlotMemory(self._slot_config)
+        fresh = SlotMemory(self._slot_config, self.slots.move + 1)
         try:
             region = self.transport.register(fresh.region)
         except BaseException:
@@ -146,6 +121,7 @@ class Sidecar:
         self.slots, self.region = fresh, region
         self.transport.deregister(old_region)
         old_slots.memory.abandon()
+        self.desk.tell_of_move()
         self.log.warning("moved %d slots to other memory: late writes may still reach the old", fresh.num_slots)
 
     # ---- the loop ----
@@ -174,11 +150,11 @@ class Sidecar:
             # What has arrived comes before the clock; a flood that does not end delays it by one tick.
             if now >= tick_at + (TICK_S if self._has_backlog else 0.0):
                 tick_at = now + TICK_S
-                self._poll_handoffs(now)
+                self.desk.poll_handoffs(now)
                 self._agent.tick(now)
             self._agent.perform(now)
-            self._send_events()
-            self._swap_pools()
+            self.desk.send()
+            self.desk.swap_pools()
 
     def stop(self) -> None:
         """Let `run()` end once it has drained; called again, at once."""
@@ -196,25 +172,19 @@ class Sidecar:
             self.log.info("draining for at most %.1f s", self._drain_s)
             self._agent.begin_drain(now)
             self._agent.perform(now)
-            self._send_events()
+            self.desk.send()
         if self._num_stops > 1 or now >= self._drain_until:
             return True
-        return self._agent.is_drained() and not self._events
+        return self._agent.is_drained() and not self.desk.has_news
 
     def close(self) -> None:
         """Give back sockets, engine, threads and memory, in this order. Calling it again does nothing."""
         self._handlers.clear()
-        if self._worker is not None:
+        self.desk.seat.end_rows()  # no stream of the worker is left waiting for the rest
+        if self.desk.has_worker:
             # ZMQ sends in a thread of its own: what was said last leaves before the hang-up.
             select.select([], [], [], _LAST_WORDS_S)
-            self._worker = None
         self._stack.close()
-        if self._rows is not None:
-            self._rows.close()
-            self._rows = None
-        for pool in (self.pool, self._next_pool, self._lost_pool):
-            if pool is not None:
-                pool.close()
 
     def drain(self, channel: Channel, handle: Callable[[bytes, Message, int], None]) -> None:
         """Handle what `channel` holds, up to a bound, each message for itself: a bad one is logged and dropped."""
@@ -233,108 +203,30 @@ class Sidecar:
     # ---- the worker ----
 
     def notify(self, event: TransferEvent) -> None:
-        """Send an event to the worker, where there is one; a worker whose queue is full gets it later."""
-        if self._worker is not None:
-            self._events.append(event)
-            self._send_events()
+        """`WorkerDesk.notify`."""
+        self.desk.notify(event)
 
-    def _send_events(self) -> None:
-        while self._events and self._worker is not None:
-            if not self._workers.send(self._worker, encode(self._events[0])):
-                return
-            self._events.popleft()
-
-    def _receive_from_workers(self, now: float) -> None:
-        def handle(sender: bytes, message: Message, request_id: int) -> None:
-            if isinstance(message, AttachWorker) and self._next_pool and self._next_pool.pool == message.pool:
-                self._waiting_worker = (sender, message, request_id)
-            else:
-                self._answer(sender, message, request_id, now)
-
-        self.drain(self._workers, handle)
-
-    def _answer(self, sender: bytes, message: Message, request_id: int, now: float) -> None:
-        try:
-            reply = self._serve(sender, message, now)
-        except RefusedError as error:
-            reply = Refused(reason=error.reason, detail=error.detail[:2000], field=error.field[:2000])
-        except KvxferError as error:
-            reply = Refused(detail=str(error)[:2000])
-        self._workers.send(sender, encode(reply, request_id))
-
-    def _serve(self, sender: bytes, message: Message, now: float) -> WorkerReply:
-        if isinstance(message, AttachWorker):
-            if self.pool is None or message.pool != self.pool.pool:
-                raise RefusedError("attach: this agent serves another worker's pool; one agent serves one worker")
-            reply = self._agent.worker_attached(self.pool.layout, now)
-            self._worker = sender
-            return reply
-        if sender != self._worker:
-            raise RefusedError("got a request before the worker has handed over its pool and attached")
-        return self._agent.worker_request(message, now)
-
-    def _poll_handoffs(self, now: float) -> None:
-        events = self._handoffs.poll(now)
-        # A worker that was restarted hands over before its old connection was looked at: that one first.
-        for event in sorted(events, key=lambda event: not isinstance(event, LostPool)):
-            match event:
-                case ReceivedPool():
-                    self._take_pool(event)
-                case LostPool():
-                    self._lose_pool(event.pool, now)
-                case RefusedHandoff():
-                    self.log.warning("refused a hand-off: %s", event.detail)
-
-    def _take_pool(self, received: ReceivedPool) -> None:
-        if self.pool is None and self._lost_pool is None:
-            self.pool = received
-            self._rows = HostExecutor(self.mover, self.pool_array(), lambda slot: self.slots.view(slot))
-            num_groups = len(received.layout.groups)
-            self.log.info("pool %s: %d bytes, %d groups", received.pool, received.num_bytes, num_groups)
-        elif self.pool is None and self._next_pool is None:
-            self._next_pool = received  # waits until the last operation on the lost one has ended
-        else:
-            # Its worker hears of it when it attaches.
-            self.log.warning("refused a second pool: this agent serves one worker")
-            received.close()
-
-    def _lose_pool(self, pool: str, now: float) -> None:
-        if self._next_pool is not None and self._next_pool.pool == pool:
-            self._next_pool.close()
-            self._next_pool = None
-        if self.pool is None or self.pool.pool != pool:
-            return
-        self.log.info("pool %s: its worker is gone", pool)
-        self._worker = None
-        self._events.clear()
-        self._lost_pool, self.pool = self.pool, None
-        self._agent.worker_lost(now)
-        self.rows.stop("the worker is gone")
-
-    def _swap_pools(self) -> None:
-        """Unmap a lost pool once nothing touches it, then take the one that waits."""
-        if self._lost_pool is None or not self._agent.is_pool_quiet():
-            return
-        self.rows.close()
-        self._rows = None
-        self._lost_pool.close()
-        self._lost_pool = None
-        if self._next_pool is not None:
-            received, self._next_pool = self._next_pool, None
-            self._take_pool(received)
-        if self._waiting_worker is not None:
-            (sender, message, request_id), self._waiting_worker = self._waiting_worker, None
-            self._answer(sender, message, request_id, time.monotonic())
+    @property
+    def pool(self) -> ReceivedPool | None:
+        """The pool of the worker, while it is there."""
+        return self.desk.seat.pool
 
     @property
     def rows(self) -> RowExecutor:
-        """What moves rows of the worker's pool, also of one that was lost and is still in use. There is one whenever
-        a core asks for moves."""
-        assert self._rows is not None
-        return self._rows
+        """`PoolSeat.rows`."""
+        return self.desk.seat.rows
 
     def pool_array(self) -> ByteArray:
-        """`[pool_bytes]` uint8 of the worker's pool, also of one that was lost and is still in use; empty where none is
-        mapped."""
-        pool = self.pool or self._lost_pool
-        return np.empty(0, dtype=np.uint8) if pool is None or pool.memory is None else pool.memory.array
+        """`PoolSeat.array`."""
+        return self.desk.seat.array()
+
+    def _open_rows(self, pool: ReceivedPool) -> RowExecutor:
+        if pool.ring is None:
+            return HostExecutor(self.mover, self.pool_array(), lambda slot: self.slots.view(slot))
+        return StreamMover(
+            pool.ring,
+            self.mover,
+            pool_bytes=pool.num_bytes,
+            slot_bytes=self.slots.slot_bytes,
+            want_entries=self.desk.want_entries,
+        )

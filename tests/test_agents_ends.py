@@ -114,10 +114,10 @@ def test_a_prefill_worker_that_goes_is_replaced_once_its_pool_is_quiet(tmp_path:
         joining.start()
         joining.join(0.3)
         assert joining.is_alive()
-        assert agent._sidecar._lost_pool is not None
+        assert agent._sidecar.desk.seat.is_leaving
         gate.open()
         joining.join(WAIT_S)
-        assert agent._sidecar._lost_pool is None
+        assert not agent._sidecar.desk.seat.is_leaving
         world.move(40, salt=7)
 
 

@@ -102,7 +102,7 @@ def memory() -> Iterator[HostMemory]:
 
 
 def _connect(agent: _Agent, memory: HostMemory) -> DecodeClient:
-    return DecodeClient.connect(agent.sidecar._workers._claim.path.parent, memory, LAYOUT, timeout_s=WAIT_S)
+    return DecodeClient.connect(agent.sidecar.desk.channel._claim.path.parent, memory, LAYOUT, timeout_s=WAIT_S)
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -191,7 +191,7 @@ def _answer(channel: WorkerConnection) -> tuple[Message, int]:
 
 def test_whoever_has_not_handed_over_a_pool_gets_nothing(agent: _Agent, memory: HostMemory) -> None:
     """Neither requests nor events; garbage is dropped, and the attached worker is served as before."""
-    with _connect(agent, memory) as client, WorkerConnection(agent.sidecar._workers._claim.path.parent) as stranger:
+    with _connect(agent, memory) as client, WorkerConnection(agent.sidecar.desk.channel._claim.path.parent) as stranger:
         stranger.send(REMOTE, b"\xff" * 100)
         stranger.send(REMOTE, encode(Ping(incarnation=new_id()), 5))
         answer, request_id = _answer(stranger)

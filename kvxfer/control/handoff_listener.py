@@ -57,6 +57,7 @@ class ReceivedPool:
     pid: int
     memory: HostMemory | None = None
     ring: Ring | None = None
+    move: int = 0  # of the slots, the last one before its worker got them
 
     def close(self) -> None:
         """Unmap the pool, or the ring. Calling it again does nothing."""
@@ -81,9 +82,9 @@ class LostPool:
 
 
 HandoffEvent = ReceivedPool | RefusedHandoff | LostPool
-ShareStream = Callable[[PoolLayout], tuple[Ring, HostMemory]]
-"""Makes a ring for a pool that lies so, and tells where the slots are now. The ring is the caller's, the slots are not.
-Raises `LayoutError` where the slots do not suit the layout, `OSError` where there is no memory."""
+ShareStream = Callable[[PoolLayout], tuple[Ring, HostMemory, int]]
+"""Makes a ring for a pool that lies so, and tells where the slots are now and how often they have moved. The ring is
+the caller's, the slots are not. Raises `OSError` where there is no memory."""
 
 
 class HandoffListener:
@@ -253,15 +254,13 @@ class _Connection:
         if share_stream is None:
             raise HandoffError("placement: got worker, expected agent: this agent orders no streams")
         try:
-            ring, slots = share_stream(offer.layout)
-        except LayoutError as error:
-            raise HandoffError(f"placement worker: {error}") from error
+            ring, slots, move = share_stream(offer.layout)
         except OSError as error:
             raise HandoffError(f"placement worker: no memory for a ring ({error.strerror})") from error
         sizes = SharedStream(ring_bytes=ring.memory.num_bytes, num_lanes=ring.num_lanes, slots_bytes=slots.num_bytes)
         self.pool = new_id()
         self.say(PoolAccepted(pool=self.pool, stream=sizes), [ring.memory.fd, slots.fd])
-        return ReceivedPool(self.pool, offer.num_bytes, offer.layout, self.pid, ring=ring)
+        return ReceivedPool(self.pool, offer.num_bytes, offer.layout, self.pid, ring=ring, move=move)
 
 
 def _decode_offer(header: bytes) -> PoolOffer:

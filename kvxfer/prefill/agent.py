@@ -49,7 +49,8 @@ class PrefillAgent:
         self._writes: dict[int, Write] = {}
         self._raw_region: RegionDescriptor | None = None
         self._rotate_at = 0.0
-        self._may_read_pool = False  # a raw write with an unknown end
+        self._must_rotate = False  # before another pool is taken: the engine may read what it must not
+        self._has_fresh_slots = False  # since the worker was lost
         self._mode = Mode(config.mode)
         credentials = load_credentials(config.security.key_file, config.security.allowed_keys_file)
         listener = PeerListener(
@@ -127,6 +128,7 @@ class PrefillAgent:
         """A worker has handed over its pool; peers that were paired with another one must pair anew."""
         self._core.check_admission()
         self._links.lose_all(Reason.PEER_LOST, now)
+        self._has_fresh_slots = False
         self._core.attach_worker(layout)
         self._register_pool()
         return Attached(incarnation=self.incarnation, source=self._source())
@@ -181,20 +183,39 @@ class PrefillAgent:
         return not self._core.transfers
 
     def is_pool_quiet(self) -> bool:
-        """Whether nothing reads the worker's pool; a raw region is given back then."""
-        if self._core.num_reading_pool or not self._has_proven_raw_writes():
+        """Whether nothing reads the worker's pool, and nothing of the worker's writes the slots; a raw region is given
+        back then."""
+        if self._core.num_reading_pool or not self._has_safe_slots() or not self._has_proven_reads():
             return False
         if self._raw_region is not None:
             self._sidecar.transport.deregister(self._raw_region)
             self._raw_region = None
         return True
 
-    def _has_proven_raw_writes(self) -> bool:
-        """Whether no raw write with an unknown end can still read the pool: only a new engine proves that."""
+    def _has_safe_slots(self) -> bool:
+        """Whether no stream of a lost worker can still write the slots: one that was killed with orders under way may,
+        for a while. They get other pages then, which only a new engine sends."""
+        if not self._sidecar.rows.may_still_move or self._has_fresh_slots:
+            return True
         now = time.monotonic()
-        if self._may_read_pool and now >= self._rotate_at:
+        if now < self._rotate_at:
+            return False
+        try:
+            self._sidecar.slots.replace()
+        except OSError:
+            self._rotate_at = now + _ROTATE_EVERY_S
+            self._sidecar.log.exception("cannot give the slots other pages; no worker is taken until then")
+            return False
+        self._has_fresh_slots = self._must_rotate = True
+        return True
+
+    def _has_proven_reads(self) -> bool:
+        """Whether the engine reads nothing any more that it must not: the pool, by a raw write with an unknown end, or
+        pages that the slots have left. Only a new engine proves that."""
+        now = time.monotonic()
+        if self._must_rotate and now >= self._rotate_at:
             self._rotate(now)
-        return not self._may_read_pool
+        return not self._must_rotate
 
     def _source(self) -> Source:
         return Source(endpoint=self.endpoint, incarnation=self.incarnation, key=self.public_key)
@@ -217,7 +238,7 @@ class PrefillAgent:
             self._sidecar.log.exception("cannot replace the engine")
             return
         self._poll_writes(now)  # those that the old engine took with it are reported by now
-        self._may_read_pool = False
+        self._must_rotate = False
         self._core.rotated(now)
 
     def perform(self, now: float) -> None:
@@ -287,5 +308,5 @@ class PrefillAgent:
                 # The engine has proven the bytes to be in the peer's memory: only now is the peer told.
                 self._links.send(write.peer, write.notice)
             elif completion.outcome is Outcome.UNKNOWN and write.runs is not None:
-                self._may_read_pool = True
+                self._must_rotate = True
             self._core.write_ended(write.operation, completion.outcome, completion.detail, now)

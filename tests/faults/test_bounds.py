@@ -51,12 +51,12 @@ def test_a_pool_that_an_unproven_raw_write_may_read_is_not_unmapped_before_a_rot
         world.submit(request, 0, 20)
         seat, client = world.prefill.pop()
         assert client.wait(request.ticket, WAIT_S).reason is Reason.WRITE_UNKNOWN
-        assert agent._may_read_pool
+        assert agent._must_rotate
         num_rotations = transport.counters.num_rotations
         client.close()
-        _until(lambda: agent._sidecar.pool is None and agent._sidecar._lost_pool is None)
+        _until(lambda: agent._sidecar.pool is None and not agent._sidecar.desk.seat.is_leaving)
         assert transport.counters.num_rotations == num_rotations + 1
-        assert not agent._may_read_pool
+        assert not agent._must_rotate
         assert not transport._writes
         time.sleep(0.5)
         transport._faults = LoopbackFaults()

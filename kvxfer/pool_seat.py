@@ -1,0 +1,114 @@
+"""The place of an agent's one worker: its pool and whoever moves the pool's rows, until nothing touches it any more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from kvxfer.control.handoff_listener import ReceivedPool
+from kvxfer.layout import Placement, PoolLayout
+from kvxfer.operations import RowExecutor
+from kvxfer.rows_host import ByteArray
+from kvxfer.streams.ring import OFFSETS_WORD, Ring
+
+NUM_LANES = 16
+"""Orders that a stream may have at once."""
+_LANES_BYTES = 16 << 20
+
+
+def make_ring(layout: PoolLayout, slot_bytes: int) -> Ring:
+    """A ring for a pool that lies so. A lane has room for the rows of a whole slot, if all lanes together stay small;
+    a segment with more rows takes several orders. Raises `OSError` where memory is short."""
+    row_bytes = [group.row_bytes for group in layout.groups if group.placement is not Placement.STATE]
+    max_rows = slot_bytes // min(row_bytes, default=slot_bytes)
+    return Ring.create(NUM_LANES, max(1, min(max_rows, _LANES_BYTES // NUM_LANES // 8 - OFFSETS_WORD)))
+
+
+class PoolSeat:
+    """The pool that is attached, one that was lost and is still in use, and one that waits for that to end.
+
+    Owns all three, and the executor of the first two.
+    """
+
+    def __init__(self, open_rows: Callable[[ReceivedPool], RowExecutor], log: logging.Logger) -> None:
+        """`open_rows` makes the executor of a pool that takes the seat."""
+        self.pool: ReceivedPool | None = None
+        self.waiting: ReceivedPool | None = None
+        self._lost: ReceivedPool | None = None
+        self._rows: RowExecutor | None = None
+        self._open_rows = open_rows
+        self._log = log
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a lost pool is still in use."""
+        return self._lost is not None
+
+    @property
+    def rows(self) -> RowExecutor:
+        """What moves rows of the worker's pool, also of one that was lost and is still in use. There is one whenever
+        a core asks for moves."""
+        assert self._rows is not None
+        return self._rows
+
+    def array(self) -> ByteArray:
+        """`[pool_bytes]` uint8 of the worker's pool, also of one that was lost and is still in use; empty where none is
+        mapped."""
+        pool = self.pool or self._lost
+        return np.empty(0, dtype=np.uint8) if pool is None or pool.memory is None else pool.memory.array
+
+    def take(self, received: ReceivedPool) -> None:
+        """A worker has handed over its pool, which is the seat's from now on."""
+        if self.pool is None and self._lost is None:
+            self.pool = received
+            self._rows = self._open_rows(received)
+            self._log.info(
+                "pool %s: %d bytes, %d groups, placement %s",
+                received.pool,
+                received.num_bytes,
+                len(received.layout.groups),
+                "agent" if received.ring is None else "worker",
+            )
+        elif self.pool is None and self.waiting is None:
+            self.waiting = received  # until the last operation on the lost one has ended
+        else:
+            # Its worker hears of it when it attaches.
+            self._log.warning("refused a second pool: this agent serves one worker")
+            received.close()
+
+    def lose(self, pool: str) -> bool:
+        """The worker of `pool` is gone; whether it was the one in the seat. Then `swap` once nothing touches it."""
+        if self.waiting is not None and self.waiting.pool == pool:
+            self.waiting.close()
+            self.waiting = None
+        if self.pool is None or self.pool.pool != pool:
+            return False
+        self._log.info("pool %s: its worker is gone", pool)
+        self._lost, self.pool = self.pool, None
+        return True
+
+    def swap(self) -> None:
+        """Nothing touches the lost pool any more: give it back, then take the one that waits."""
+        assert self._lost is not None
+        self.rows.close()
+        self._rows = None
+        self._lost.close()
+        self._lost = None
+        if self.waiting is not None:
+            received, self.waiting = self.waiting, None
+            self.take(received)
+
+    def end_rows(self) -> None:
+        """Order nothing any more, and leave no stream of a worker waiting. Calling it again does nothing."""
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None
+
+    def close(self) -> None:
+        """Give every pool back. Calling it again does nothing."""
+        self.end_rows()
+        for pool in (self.pool, self.waiting, self._lost):
+            if pool is not None:
+                pool.close()

@@ -1,0 +1,214 @@
+"""Where an agent meets its one worker: the hand-over of its pool, its requests and events, the orders for its stream.
+
+Runs on the agent's loop and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from kvxfer.control.channel import Channel, WorkerListener
+from kvxfer.control.codec import encode
+from kvxfer.control.handoff_listener import HandoffListener, LostPool, ReceivedPool, RefusedHandoff
+from kvxfer.control.messages import (
+    AttachWorker,
+    Message,
+    MoreEntries,
+    Ok,
+    Refused,
+    SlotsMapped,
+    TransferEvent,
+    WorkerReply,
+)
+from kvxfer.errors import KvxferError, RefusedError
+from kvxfer.layout import PoolLayout
+from kvxfer.memory import HostMemory
+from kvxfer.operations import RowExecutor
+from kvxfer.pool_seat import PoolSeat, make_ring
+from kvxfer.slot_memory import SlotMemory
+from kvxfer.streams.ring import Ring
+
+Drain = Callable[[Channel, Callable[[bytes, Message, int], None]], None]
+
+
+class WorkerAgent(Protocol):
+    """What a side does for its worker."""
+
+    def worker_attached(self, layout: PoolLayout, now: float) -> WorkerReply:
+        """The worker's connection and pool are known: the answer to it."""
+        ...
+
+    def worker_lost(self, now: float) -> None: ...
+
+    def worker_request(self, message: Message, now: float) -> WorkerReply:
+        """Serve a request. Raises `KvxferError`; nothing has changed then."""
+        ...
+
+    def is_pool_quiet(self) -> bool:
+        """Whether no operation touches the worker's pool."""
+        ...
+
+
+class WorkerDesk:
+    """Owns the sockets to workers and their pools. `close()` hangs up and gives all back."""
+
+    def __init__(
+        self,
+        agent: WorkerAgent,
+        socket_dir: str,
+        log: logging.Logger,
+        *,
+        slots: Callable[[], SlotMemory],
+        open_rows: Callable[[ReceivedPool], RowExecutor],
+    ) -> None:
+        """Listen. `slots` tells where the agent's slots are now, `open_rows` makes the executor of a pool. Raises
+        `ConfigError`."""
+        self.seat = PoolSeat(open_rows, log)
+        self.channel = WorkerListener(socket_dir)
+        try:
+            self.handoffs = HandoffListener(socket_dir, self._share_stream)
+        except BaseException:
+            self.channel.close()
+            raise
+        self._agent = agent
+        self._log = log
+        self._slots = slots
+        self._worker: bytes | None = None
+        self._waiting_worker: tuple[bytes, AttachWorker, int] | None = None  # of the next pool
+        self._events: deque[TransferEvent] = deque()  # for the worker: at most two a transfer that it opened
+        self._num_entries: int | None = None  # that the worker is to be asked for
+        self._move_told = 0  # the last move of the slots that the worker has heard of
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether a worker is attached."""
+        return self._worker is not None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something for the worker has not been sent yet."""
+        return bool(self._events)
+
+    def close(self) -> None:
+        """Leave no stream of the worker waiting, hang up, give the pools back. Nothing touches them any more."""
+        self.seat.end_rows()
+        self._worker = None
+        self.handoffs.close()
+        self.channel.close()
+        self.seat.close()
+
+    # ---- requests and events ----
+
+    def notify(self, event: TransferEvent) -> None:
+        """Send an event to the worker, where there is one; a worker whose queue is full gets it later."""
+        if self._worker is not None:
+            self._events.append(event)
+            self.send()
+
+    def want_entries(self, num_entries: int) -> None:
+        """Ask the worker to have so many entries enqueued since its ring was made."""
+        self._num_entries = num_entries
+        self.send()
+
+    def send(self) -> None:
+        """Send what waits for the worker, as far as it takes it."""
+        if self._worker is not None and self._num_entries is not None:
+            # Before the answer to the request that needs them: the worker enqueues them within that call.
+            if not self.channel.send(self._worker, encode(MoreEntries(num_entries=self._num_entries))):
+                return
+            self._num_entries = None
+        while self._events and self._worker is not None:
+            if not self.channel.send(self._worker, encode(self._events[0])):
+                return
+            self._events.popleft()
+
+    def receive(self, drain: Drain, now: float) -> None:
+        """Serve the requests that have arrived."""
+
+        def handle(sender: bytes, message: Message, request_id: int) -> None:
+            waiting = self.seat.waiting
+            if isinstance(message, AttachWorker) and waiting is not None and waiting.pool == message.pool:
+                self._waiting_worker = (sender, message, request_id)
+            else:
+                self._answer(sender, message, request_id, now)
+
+        drain(self.channel, handle)
+
+    def _answer(self, sender: bytes, message: Message, request_id: int, now: float) -> None:
+        try:
+            reply = self._serve(sender, message, now)
+        except RefusedError as error:
+            reply = Refused(reason=error.reason, detail=error.detail[:2000], field=error.field[:2000])
+        except KvxferError as error:
+            reply = Refused(detail=str(error)[:2000])
+        self.channel.send(sender, encode(reply, request_id))
+
+    def _serve(self, sender: bytes, message: Message, now: float) -> WorkerReply:
+        if isinstance(message, AttachWorker):
+            pool = self.seat.pool
+            if pool is None or message.pool != pool.pool:
+                raise RefusedError("attach: this agent serves another worker's pool; one agent serves one worker")
+            reply = self._agent.worker_attached(pool.layout, now)
+            self._worker = sender
+            self._move_told = pool.move
+            self.tell_of_move()
+            return reply
+        if sender != self._worker:
+            raise RefusedError("got a request before the worker has handed over its pool and attached")
+        if isinstance(message, SlotsMapped):
+            if message.move == self._slots().move:
+                self.seat.rows.hold(False)
+            return Ok()
+        return self._agent.worker_request(message, now)
+
+    # ---- pools ----
+
+    def poll_handoffs(self, now: float) -> None:
+        """Take pools that were handed over; see who is gone."""
+        events = self.handoffs.poll(now)
+        # A worker that was restarted hands over before its old connection was looked at: that one first.
+        for event in sorted(events, key=lambda event: not isinstance(event, LostPool)):
+            match event:
+                case ReceivedPool():
+                    self.seat.take(event)
+                case LostPool():
+                    self._lose_pool(event.pool, now)
+                case RefusedHandoff():
+                    self._log.warning("refused a hand-off: %s", event.detail)
+
+    def _lose_pool(self, pool: str, now: float) -> None:
+        if self.seat.lose(pool):
+            self._worker = None
+            self._events.clear()
+            self._num_entries = None
+            self._agent.worker_lost(now)
+            self.seat.rows.stop("the worker is gone")
+
+    def swap_pools(self) -> None:
+        """Unmap a lost pool once nothing touches it, then take the one that waits."""
+        if not self.seat.is_leaving or not self._agent.is_pool_quiet():
+            return
+        self.seat.swap()
+        if self._waiting_worker is not None:
+            (sender, message, request_id), self._waiting_worker = self._waiting_worker, None
+            self._answer(sender, message, request_id, time.monotonic())
+
+    # ---- slots, as a stream of the worker sees them ----
+
+    def _share_stream(self, layout: PoolLayout) -> tuple[Ring, HostMemory, int]:
+        slots = self._slots()
+        return make_ring(layout, slots.slot_bytes), slots.memory, slots.move
+
+    def tell_of_move(self) -> None:
+        """A worker whose stream knows other slots than the present ones is told, and gets no order until it has mapped
+        these."""
+        pool, slots = self.seat.pool, self._slots()
+        if self._worker is None or pool is None or pool.ring is None or self._move_told == slots.move:
+            return
+        self._move_told = slots.move
+        self.seat.rows.hold(True)
+        self.handoffs.move_slots(pool.pool, slots.move, slots.memory)
