@@ -10,6 +10,7 @@ import time
 import msgspec
 
 from tests.faults.chosen import CHOSEN
+from tests.faults.cuts import CUTS
 from tests.faults.held_loops import HELD_LOOPS
 from tests.faults.matrix import ALL
 from tests.faults.runner import Scenario, run_all
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=NUM_PARALLEL, help="scenarios beside each other")
     parser.add_argument("--json", action="store_true", help="one line of JSON each")
     arguments = parser.parse_args()
-    pool: list[Scenario] = [*ALL, *SCENARIOS, *HELD_LOOPS] if arguments.all or arguments.only else CHOSEN
+    pool: list[Scenario] = [*ALL, *SCENARIOS, *HELD_LOOPS, *CUTS] if arguments.all or arguments.only else CHOSEN
     scenarios = [each for each in pool if arguments.only in each.name]
     began_s = time.monotonic()
     num_bad = 0
@@ -34,8 +35,9 @@ def main() -> None:
         if arguments.json:
             sys.stdout.write(msgspec.json.encode(dataclasses.asdict(result)).decode() + "\n")
         else:
-            verdict = "WRONG" if result.problem else "ok"
-            sys.stdout.write(f"{verdict:6}{result.elapsed_s:6.1f} s  {result.name:62}{result.figures}\n")
+            verdict = "WRONG" if result.problem else "none" if result.skipped else "ok"
+            text = result.skipped or result.figures
+            sys.stdout.write(f"{verdict:6}{result.elapsed_s:6.1f} s  {result.name:62}{text}\n")
             sys.stdout.write(result.problem)
         sys.stdout.flush()
     if not arguments.json:

@@ -41,6 +41,10 @@ POINTS = (
 it has heard the end and has not landed yet. At `landed` the prefill agent is about to say `sent`."""
 
 
+ABOUT_TO_WRITE = "about to write"
+"""One more of the prefill agent: a cut network then keeps the engine from ending the write."""
+
+
 class Holds:
     """Where the agent holds still. `reach` is called at every point, from the loop or a thread that moves rows."""
 
@@ -91,6 +95,7 @@ def hold_prefill(agent: PrefillAgent, holds: Holds) -> None:
         notify(event)
 
     def held_write(peer: str, batch: WriteBatch) -> int:
+        holds.reach(ABOUT_TO_WRITE)
         write_id = submit_write(peer, batch)
         holds.reach("write in flight")
         return write_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.faults.cuts import CUTS
 from tests.faults.held_loops import HELD_LOOPS
 from tests.faults.matrix import ALL, Case
 from tests.faults.runner import Scenario
@@ -37,4 +38,4 @@ def _short_soak() -> str:
     return f"{sum(part.elapsed_s for part in parts):.0f} s"
 
 
-CHOSEN: list[Scenario] = [*CHOSEN_CASES, *SCENARIOS, *HELD_LOOPS, Script("a soak of 300 transfers", _short_soak)]
+CHOSEN: list[Scenario] = [*CHOSEN_CASES, *SCENARIOS, *HELD_LOOPS, *CUTS, Script("a soak of 300 transfers", _short_soak)]

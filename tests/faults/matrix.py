@@ -33,6 +33,9 @@ class Case:
     def name(self) -> str:
         return f"{self.transport}: {self.fault} {_NAMES[self.victim]} at {self.point}"
 
+    def why_not(self) -> str:
+        return ""
+
     def run(self) -> str:
         """Returns what was measured. Raises `FaultError`."""
         return run_case(self)
@@ -76,7 +79,7 @@ def _strike(stage: Stage, case: Case) -> Sent:
     stage.open_unheard(sent)
     observer.take(lambda each: each.get("point") == case.point, DEADLINE_S)
     if case.point == "landed":
-        _await_event(stage, "dw0", sent, time.monotonic() + DEADLINE_S)
+        await_event(stage, "dw0", sent, time.monotonic() + DEADLINE_S)
     victim = stage.processes[case.victim]
     victim.signal(signal.SIGKILL if case.fault == "kill" else signal.SIGSTOP)
     if observer is not victim or case.fault == "stop":
@@ -92,15 +95,15 @@ def _ends(stage: Stage, case: Case, sent: Sent) -> float:
     hears_on_own_side = case.fault == "kill" and case.victim[1] == "a"
     live = [other, own] if hears_on_own_side else [other]
     limit = sent.began_at + DEADLINE_S + MARGIN_S
-    late_s = max(_await_event(stage, name, sent, limit) for name in live) - (sent.began_at + DEADLINE_S)
+    late_s = max(await_event(stage, name, sent, limit) for name in live) - (sent.began_at + DEADLINE_S)
     if case.fault == "stop":
         stage.listen(max(0.0, limit - 0.4 - time.monotonic()))
         stage.processes[case.victim].signal(signal.SIGCONT)
-        _await_event(stage, own, sent, time.monotonic() + _RESUME_S)
+        await_event(stage, own, sent, time.monotonic() + _RESUME_S)
     return late_s
 
 
-def _await_event(stage: Stage, worker: str, sent: Sent, until: float) -> float:
+def await_event(stage: Stage, worker: str, sent: Sent, until: float) -> float:
     """When the worker heard of the end, which stays to be counted."""
     while True:
         found = stage.processes[worker].find(lambda each: each.get("transfer") == sent.transfer and "event" in each)

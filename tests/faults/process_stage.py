@@ -6,7 +6,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Self
 from kvxfer.layout import Placement, PoolLayout, Shard
 from kvxfer.ops.config import DecodeConfig, PrefillConfig, SlotConfig, TransportConfig, TransportName
 from tests.faults.agent_child import run_agent
-from tests.faults.forked import FaultError, Forked, Message, hear
+from tests.faults.forked import FaultError, Forked, Message, Wire, hear
 from tests.faults.worker_child import run_worker
 from tests.wire_world import Geometry, GroupSpec, make_layout
 
@@ -102,12 +102,13 @@ class Stage:
             known.end()
         self._num_started += 1
         seat = self.directory / ("p" if name[0] == "p" else f"d{name[2:]}")
+        self.processes[name] = Forked(name, self._program(name, seat), self.directory / f"{name}.log")
+
+    def _program(self, name: str, seat: Path) -> Callable[[Wire], None]:
         if name[1] == "a":
-            program = partial(run_agent, self._config(name, seat))
-        else:
-            role = "prefill" if name[0] == "p" else "decode"
-            program = partial(run_worker, role, seat, self._layout(name), self._num_started)
-        self.processes[name] = Forked(name, program, self.directory / f"{name}.log")
+            return partial(run_agent, self._config(name, seat))
+        role = "prefill" if name[0] == "p" else "decode"
+        return partial(run_worker, role, seat, self._layout(name), self._num_started)
 
     def await_ready(self, name: str) -> None:
         ready = self.processes[name].take(lambda each: "ready" in each, START_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,15 +22,20 @@ class Scenario(Protocol):
         """Returns what was measured. Raises `FaultError` for what is wrong."""
         ...
 
+    def why_not(self) -> str:
+        """Why it cannot be run on this machine; empty if it can."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a scenario went. `problem` is empty when all is right."""
+    """How a scenario went. `problem` is empty when all is right, `skipped` when it was run."""
 
     name: str
     elapsed_s: float
     figures: str
     problem: str
+    skipped: str = ""
 
 
 def run_all(scenarios: Sequence[Scenario], num_parallel: int, limit_s: float = 90.0) -> Iterator[Result]:
@@ -42,7 +47,7 @@ def run_all(scenarios: Sequence[Scenario], num_parallel: int, limit_s: float = 9
             while waiting and len(running) < num_parallel:
                 scenario = waiting.pop(0)
                 log_path = Path(directory) / f"{len(waiting)}.log"
-                running[Forked(scenario.name, partial(_run, scenario.run), log_path)] = (scenario, time.monotonic())
+                running[Forked(scenario.name, partial(_run, scenario), log_path)] = (scenario, time.monotonic())
             hear(running, 1.0)
             for process, (scenario, began_at) in list(running.items()):
                 result = process.find(lambda _: True)
@@ -54,11 +59,12 @@ def run_all(scenarios: Sequence[Scenario], num_parallel: int, limit_s: float = 9
                     result = {"figures": "", "problem": f"took longer than {limit_s} s or died{process.log_tail()}"}
                 del running[process]
                 process.end()
-                yield Result(scenario.name, elapsed_s, result["figures"], result["problem"])
+                yield Result(scenario.name, elapsed_s, **result)
 
 
-def _run(scenario: Callable[[], str], wire: Wire) -> None:
+def _run(scenario: Scenario, wire: Wire) -> None:
+    skipped = scenario.why_not()
     try:
-        wire.send({"figures": scenario(), "problem": ""})
+        wire.send({"figures": "" if skipped else scenario.run(), "problem": "", "skipped": skipped})
     except AssertionError:
         wire.send({"figures": "", "problem": traceback.format_exc()[-20_000:]})

@@ -22,6 +22,9 @@ class Script:
     name: str
     play: Callable[[], str]
 
+    def why_not(self) -> str:
+        return ""
+
     def run(self) -> str:
         return self.play()
 

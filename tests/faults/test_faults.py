@@ -38,6 +38,8 @@ def _parameter(name: str) -> object:
 @pytest.mark.parametrize("name", [_parameter(scenario.name) for scenario in CHOSEN])
 def test_scenario(results: dict[str, Result], name: str) -> None:
     assert name in results, "the run ended before it"
+    if results[name].skipped:
+        pytest.skip(f"{name}: {results[name].skipped}")
     assert not results[name].problem, results[name].problem
 
 
