@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from kvxfer.control.aio_client import AsyncDecodeClient, AsyncPrefillClient
 from kvxfer.control.channel import Selector
@@ -50,6 +50,9 @@ from kvxfer.errors import ControlTimeoutError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
 
+if TYPE_CHECKING:
+    from kvxfer.streams.device import DevicePool
+
 __all__ = [
     "AsyncDecodeClient",
     "AsyncPrefillClient",
@@ -78,7 +81,7 @@ class _Client:
     def connect(
         cls,
         socket_dir: str | os.PathLike[str],
-        memory: HostMemory,
+        memory: HostMemory | DevicePool,
         layout: PoolLayout,
         *,
         placement: PoolPlacement | None = None,
@@ -87,14 +90,14 @@ class _Client:
         """Hand the pool `memory`, which lies as `layout` says, to the agent at `socket_dir` and attach to it.
 
         `placement`: who moves the pool's rows. `"agent"`: the agent maps the pool (default of host pools). `"worker"`:
-        a stream of this process, by the agent's orders, and no other process ever sees the pool. The stream is fed from
-        within this client's calls.
+        a stream of this process, by the agent's orders, and no other process ever sees the pool (the only one of device
+        pools, a `kvxfer.streams.device.DevicePool`). The stream is fed from within this client's calls.
 
         Waits for the agent up to `timeout_s` in all, also for one that has yet to start. `memory` stays the caller's:
         close it after the client. Raises `HandoffError` where the agent refuses the pool, `LayoutError` where `layout`
         goes beyond it, `RefusedError` where the agent takes no worker, `PairingError` for an agent of the other role,
         `AgentLostError` where there is none, `ControlTimeoutError` where it does not answer, `ContractError` for a
-        placement that the memory cannot have.
+        placement that the memory cannot have, `TransportError` where the GPU refuses.
         """
         handed_over = hand_over_pool(socket_dir, memory, layout, placement, timeout_s)
         client = cls(AgentLink(socket_dir, handed_over))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvxfer.control.channel import REMOTE, WorkerConnection
 from kvxfer.control.client_core import ClientCore
-from kvxfer.control.handoff import HandoffConnection, hand_over, share_stream
+from kvxfer.control.handoff import HandoffConnection, StreamMemory, hand_over, share_stream
 from kvxfer.control.handoff_messages import PoolPlacement
 from kvxfer.control.messages import SlotsMapped
 from kvxfer.control.worker_stream import DRAIN_S, WorkerStream
@@ -16,6 +17,10 @@ from kvxfer.errors import ContractError, HandoffError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
 from kvxfer.streams.host_stream import HostRowStream
+
+if TYPE_CHECKING:
+    from kvxfer.streams.device import DevicePool
+    from kvxfer.streams.row_stream import RowStream
 
 _LAST_WORDS_S = 0.2
 _BACKLOG_S = 0.005
@@ -41,7 +46,7 @@ class HandedOver:
 
 def hand_over_pool(
     socket_dir: str | os.PathLike[str],
-    memory: HostMemory,
+    memory: HostMemory | DevicePool,
     layout: PoolLayout,
     placement: PoolPlacement | None,
     timeout_s: float,
@@ -49,19 +54,28 @@ def hand_over_pool(
     """Hand `memory` over as its placement says. Raises as `hand_over`, and `ContractError` for a placement that the
     memory cannot have."""
     began_s = time.monotonic()
-    if placement == "agent" or placement is None:
+    if isinstance(memory, HostMemory) and placement in ("agent", None):
         return HandedOver(hand_over(socket_dir, memory, layout, timeout_s), time.monotonic() - began_s)
-    if placement != "worker":
-        raise ContractError(f"placement: got {placement!r}, expected 'agent' or 'worker'")
+    if placement not in ("worker", None):
+        expected = "'agent' or 'worker'" if isinstance(memory, HostMemory) else "'worker' for a pool on a device"
+        raise ContractError(f"placement: got {placement!r}, expected {expected}")
     connection, shared = share_stream(socket_dir, memory.num_bytes, layout, timeout_s)
     waited_s = time.monotonic() - began_s
     try:
-        stream = HostRowStream(shared.ring, memory, shared.slots)
+        stream = _open_stream(memory, shared)
     except BaseException:
         connection.close()
         shared.close()
         raise
     return HandedOver(connection, waited_s, WorkerStream(stream, shared))
+
+
+def _open_stream(memory: HostMemory | DevicePool, shared: StreamMemory) -> RowStream:
+    if isinstance(memory, HostMemory):
+        return HostRowStream(shared.ring, memory, shared.slots)
+    from kvxfer.streams.cuda_stream import CudaRowStream  # CUDA and torch: only where a pool lies on a GPU
+
+    return CudaRowStream(shared.ring, memory, shared.slots)
 
 
 class AgentLink:

@@ -49,14 +49,14 @@ class WorkerStream:
         self._num_wanted = max(self._num_wanted, num_entries)
 
     def feed(self) -> None:
-        """Enqueue what is wanted, as far as there is room."""
+        """Enqueue what is wanted, as far as there is room. Raises `TransportError` where a GPU refuses."""
         if not self.has_backlog or self._pid != os.getpid():
             return
         self._look()
         first = self._num_enqueued
         while self._num_enqueued < min(self._num_wanted, self._num_done + MAX_UNFINISHED):
-            self._stream.enqueue(self._num_enqueued)
-            self._num_enqueued += 1
+            number, self._num_enqueued = self._num_enqueued, self._num_enqueued + 1
+            self._stream.enqueue(number)  # one that fails needs its order, too
         if self._num_enqueued > first:
             self._ring.set_num_enqueued(self._num_enqueued)
 
