@@ -1,6 +1,7 @@
-"""The tables of docs/performance.md: both engines side by side, pulls, and mode auto beside the modes it chooses from.
+"""The tables of docs/performance.md: both engines side by side, pulls, mode auto beside the modes it chooses from, and
+what checksums cost.
 
-`python -m benchmarks.transfer [engines|pull|auto]...`; all three by default. Cases of a table run one after another,
+`python -m benchmarks.transfer [engines|pull|auto|verify]...`; all by default. Cases of a table run one after another,
 in rounds, so that other work on the machine hits all of them alike; every byte of every transfer is compared.
 """
 
@@ -111,6 +112,23 @@ def print_auto() -> None:
         _say(f"| {num_tokens:,} | {cells} | {min(medians[1:]) / medians[0]:.2f} | {min(bests[1:]) / bests[0]:.2f} |")
 
 
+def print_verify() -> None:
+    """Packed transfers with and without `verify = "full"`, in turn, round by round."""
+    case = replace(_CASE, num_tokens=8192, num_repeats=4)
+    off, full = measure([case, replace(case, verify="full")], num_rounds=4)
+    _say(f"\n{_describe(case)}; NIXL ({off[0].path}), packed\n")
+    _say("| verify | ms | best ms | GB/s | goodput lost, medians | by the best | rounds |")
+    _say("|---|---|---|---|---|---|---|")
+    (off_s, best_off_s), (full_s, best_full_s) = transfer_s(off), transfer_s(full)
+    rounds = [1 - without.elapsed_s / with_.elapsed_s for without, with_ in zip(off, full, strict=True)]
+    _say(f"| off | {off_s * 1e3:.0f} | {best_off_s * 1e3:.0f} | {case.num_bytes / off_s / 1e9:.2f} | | | |")
+    _say(
+        f"| full | {full_s * 1e3:.0f} | {best_full_s * 1e3:.0f} | {case.num_bytes / full_s / 1e9:.2f} "
+        f"| {1 - off_s / full_s:.0%} | {1 - best_off_s / best_full_s:.0%} "
+        f"| {', '.join(f'{lost:.0%}' for lost in rounds)} |"
+    )
+
+
 def _describe(case: TransferCase) -> str:
     return (
         f"{case.num_tokens} tokens x {case.num_layers} layers x {case.row_bytes} B, DCP {case.num_ranks}, "
@@ -124,7 +142,7 @@ def _say(text: str) -> None:
 
 def main() -> None:
     """Print the tables that were asked for."""
-    tables = {"engines": print_engines, "pull": print_pull, "auto": print_auto}
+    tables = {"engines": print_engines, "pull": print_pull, "auto": print_auto, "verify": print_verify}
     for name in sys.argv[1:] or tables:
         tables[name]()
     _say(f"\nload after: {os.getloadavg()[0]:.1f}")

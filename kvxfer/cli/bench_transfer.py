@@ -96,6 +96,7 @@ class TransferResult:
             "device": case.device,
             "placement": case.placement,
             "busy": case.busy,
+            "verify": case.verify,
             "interval_ms": case.interval_s * 1e3,
             "opens_first": case.opens_first,
             "wire_gb_s": case.wire_gb_s,

@@ -9,7 +9,15 @@ from kvxfer.cli import protocol
 from kvxfer.cli.harness import Cast, ChildError, Line, wait_ready
 from kvxfer.control.messages import TransferEvent, TransferStats
 from kvxfer.layout import PoolLayout
-from kvxfer.ops.config import DecodeConfig, PrefillConfig, SlotConfig, TransferMode, TransportConfig, TransportName
+from kvxfer.ops.config import (
+    DecodeConfig,
+    PrefillConfig,
+    SlotConfig,
+    TransferMode,
+    TransportConfig,
+    TransportName,
+    Verify,
+)
 from kvxfer.transfer import EventKind
 
 DEADLINE_S = 120.0
@@ -50,6 +58,7 @@ class Setup:
     wire: Wire | None = None
     device: protocol.Device = "cpu"
     placement: protocol.RowPlacement = "agent"
+    verify: Verify = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +149,7 @@ class Ensemble:
                     transport=transport,
                     slots=setup.dst_slots,
                     credits_per_leg=min(4, setup.dst_slots.num_slots),
+                    verify=setup.verify,
                 ),
             )
             for rank, name in enumerate(self._decode_names)

@@ -60,6 +60,11 @@ class _Busy(enum.Enum):
     SHORT = "short"
 
 
+class _Verify(enum.Enum):
+    OFF = "off"
+    FULL = "full"
+
+
 class _Pages(enum.Enum):
     SHUFFLED = "shuffled"
     ADJACENT = "adjacent"
@@ -191,6 +196,9 @@ def bench_transfer(
     busy: Annotated[
         _Busy, typer.Option(help="The prefill worker multiplies matrices meanwhile: 4096^3 (long) or 1024^3 (short).")
     ] = _Busy.NONE,
+    verify: Annotated[
+        _Verify, typer.Option(help="full: a checksum with every packed segment, compared before its rows are used.")
+    ] = _Verify.OFF,
     as_json: _Json = False,
 ) -> None:
     """Time the whole path between processes: open, plan, pack, send, scatter, landed; and one contiguous write of the
@@ -223,6 +231,7 @@ def bench_transfer(
             device.value,
             placement.value,
             busy.value,
+            verify.value,
         )
         for each in modes
     ]

@@ -10,7 +10,7 @@ from kvxfer.cli.ensemble import Setup, Wire
 from kvxfer.cli.protocol import Busy, Device, RowPlacement
 from kvxfer.errors import ConfigError
 from kvxfer.layout import Shard
-from kvxfer.ops.config import SlotConfig, TransferMode, TransportName
+from kvxfer.ops.config import SlotConfig, TransferMode, TransportName, Verify
 from kvxfer.ownership import local_len
 
 NUM_SLOTS, SLOT_BYTES = 4, 16 << 20
@@ -46,6 +46,7 @@ class TransferCase:
     device: Device = "cpu"
     placement: RowPlacement = "agent"
     busy: Busy = "none"
+    verify: Verify = "off"
 
     def check(self) -> None:
         """Raise `ConfigError` for values that make no bench."""
@@ -66,6 +67,8 @@ class TransferCase:
                 f"--mode: got {self.mode}, expected packed, serial or auto with --placement worker: agents cannot read "
                 "the pools themselves"
             )
+        if self.verify == "full" and self.mode in ("raw", "p2p"):
+            raise ConfigError(f"--verify: got full with mode {self.mode}, expected off: packed segments have checksums")
         if self.device == "cpu" and self.busy != "none":
             raise ConfigError(f"--busy: got {self.busy}, expected none with --device cpu: a GPU computes the products")
 
@@ -126,7 +129,14 @@ class TransferCase:
         """Agents and pools of the case."""
         wire = None if self.wire_gb_s is None else Wire(self.wire_gb_s * 1e9, self.descriptor_us * 1e-6)
         return Setup(
-            self.transport, self.mode, self.num_ranks, *self.slots(), wire, device=self.device, placement=self.placement
+            self.transport,
+            self.mode,
+            self.num_ranks,
+            *self.slots(),
+            wire,
+            device=self.device,
+            placement=self.placement,
+            verify=self.verify,
         )
 
     def slots(self) -> tuple[SlotConfig, SlotConfig]:

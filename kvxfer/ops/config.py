@@ -24,6 +24,7 @@ MAX_SOCKET_NAME_BYTES = len("control.sock")
 
 TransportName = Literal["nixl", "mooncake", "loopback"]
 TransferMode = Literal["auto", "packed", "raw", "p2p", "serial"]
+Verify = Literal["off", "full"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 OptionValue = str | int | float | bool
 
@@ -113,7 +114,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     slots: SlotConfig = SlotConfig()
     ops: OpsConfig = OpsConfig()
     credits_per_leg: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 4
-    verify: Literal["off", "full"] = "off"
+    verify: Verify = "off"
     num_threads: _Threads = 2
     peer_timeout_s: _Positive = 5.0
     drain_s: _Seconds = 5.0

@@ -41,6 +41,7 @@ _CASE = TransferCase(
         (["--wire-gb-s", "0", "--transport", "loopback"], "--wire-gb-s: got 0, expected more than 0"),
         (["--descriptor-us", "1.4", "--transport", "loopback"], "--descriptor-us: got 1.4, expected --wire-gb-s"),
         (["--device", "cuda", "--placement", "agent"], "--placement: got agent, expected worker with --device cuda"),
+        (["--verify", "full", "--compare", "packed,raw"], "--verify: got full with mode raw, expected off"),
         (["--placement", "worker", "--compare", "packed,raw"], "--mode: got raw, expected packed, serial or auto"),
         (["--busy", "long"], "--busy: got long, expected none with --device cpu"),
         (["--interval-ms", "-1"], "--interval-ms: got -1, expected 0 to 10000 ms"),
