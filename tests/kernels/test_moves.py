@@ -12,6 +12,7 @@ import torch
 import kvxfer.kernels
 from kvxfer.errors import KernelContractError
 from kvxfer.kernels import moves, reference
+from kvxfer.kernels._launch import INTERPRETED
 from kvxfer.memory import HostMemory
 from kvxfer.streams import ring as ring_layout
 from kvxfer.streams.ring import LANES_OFFSET_BYTES, LINEAR, OrderCode, Ring, Span, order_offset_bytes, order_value
@@ -271,3 +272,9 @@ def test_bad_input_is_refused_by_name(argument: str, changed: dict[str, object])
     }
     with pytest.raises(KernelContractError, match=rf"^{argument}: got .*expected"):
         kvxfer.kernels.move_rows(**{**good, **changed})  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="Triton compiles here")
+def test_the_interpreter_compiles_nothing() -> None:
+    with pytest.raises(KernelContractError, match=r"^move_rows: got no Triton compiler.*unset TRITON_INTERPRET"):
+        moves.compile_move_rows(90)
