@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.control.client import ChunkPages, DecodeClient, PrefillClient, ReceivePages
+from kvxfer.control.handoff_messages import PoolPlacement
 from kvxfer.control.messages import Ticket, TransferEvent
 from kvxfer.decode.agent import DecodeAgent
 from kvxfer.layout import Placement, PoolLayout, TokenRange
@@ -108,10 +109,16 @@ class Request:
 
 
 class AgentWorld:
-    """Prefill and decode seats with their agents and clients. Leaving the block ends all of it."""
+    """Prefill and decode seats with their agents and clients. Leaving the block ends all of it.
 
-    def __init__(self, path: Path, transport: str = "loopback", seed: int = 0) -> None:
+    `placement`: who moves the rows of all pools, as in `PrefillClient.connect`.
+    """
+
+    def __init__(
+        self, path: Path, transport: str = "loopback", seed: int = 0, placement: PoolPlacement | None = None
+    ) -> None:
         self.path = path
+        self.placement = placement
         self.transport = transport
         self.prefill: list[tuple[Seat, PrefillClient]] = []
         self.decode: list[tuple[Seat, DecodeClient]] = []
@@ -168,7 +175,7 @@ class AgentWorld:
     def join_prefill(self, name: str, layout: PoolLayout) -> tuple[Seat, PrefillClient]:
         """A prefill worker attaches to the agent at `name`."""
         seat = self._seat(name, layout)
-        client = PrefillClient.connect(seat.socket_dir, seat.memory, layout, timeout_s=WAIT_S)
+        client = PrefillClient.connect(seat.socket_dir, seat.memory, layout, placement=self.placement, timeout_s=WAIT_S)
         self._stack.callback(client.close)
         self.prefill.append((seat, client))
         return seat, client
@@ -176,7 +183,7 @@ class AgentWorld:
     def join_decode(self, name: str, layout: PoolLayout) -> tuple[Seat, DecodeClient]:
         """A decode worker attaches to the agent at `name`."""
         seat = self._seat(name, layout)
-        client = DecodeClient.connect(seat.socket_dir, seat.memory, layout, timeout_s=WAIT_S)
+        client = DecodeClient.connect(seat.socket_dir, seat.memory, layout, placement=self.placement, timeout_s=WAIT_S)
         self._stack.callback(client.close)
         self.decode.append((seat, client))
         return seat, client

@@ -15,13 +15,21 @@ from kvxfer.control.codec import decode, encode
 from kvxfer.control.handoff_listener import HandoffListener, LostPool, ReceivedPool
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import Attached, AttachWorker, Message, NewTicket, Ok, Source, Ticket, TicketMade
+from kvxfer.layout import PoolLayout
+from kvxfer.memory import HostMemory
+from kvxfer.streams.ring import Ring
+
+SLOTS_BYTES = 4096
 
 Answer = Callable[[Message], list[Message]]
 """What to send for a request; the first message of the list is the reply."""
 
 
 class FakeAgent:
-    """Runs on a thread until the block ends. `requests` are all it was asked, oldest first."""
+    """Runs on a thread until the block ends. `requests` are all it was asked, oldest first.
+
+    A worker whose own stream moves the rows gets `slots` and a ring, `rings[-1]`.
+    """
 
     def __init__(self, socket_dir: Path, answer: Answer, *, is_prefill: bool = True) -> None:
         self.incarnation = new_id()
@@ -29,8 +37,10 @@ class FakeAgent:
         self.lost_pools: list[str] = []
         self._answer = answer
         self._source = Source(endpoint="tcp://127.0.0.1:1", incarnation=self.incarnation) if is_prefill else None
+        self.slots = HostMemory.create(SLOTS_BYTES, "test-slots")
+        self.rings: list[Ring] = []
         self._workers = WorkerListener(socket_dir)
-        self._handoffs = HandoffListener(socket_dir)
+        self._handoffs = HandoffListener(socket_dir, self._share_stream)
         self._wake = os.eventfd(0)
         self._stopping = False
         self._pools: list[ReceivedPool] = []
@@ -57,12 +67,23 @@ class FakeAgent:
         self._workers.close()
         for pool in self._pools:
             pool.close()
+        self.slots.close()
         os.close(self._wake)
 
     def say(self, *messages: Message) -> None:
         """Send to the worker that spoke last. For the agent's thread and for tests that know it idle."""
         for message in messages:
             assert self._workers.send(self._worker, encode(message))
+
+    def move_slots(self, move: int) -> HostMemory:
+        """Move the slots to memory that is the caller's. For tests that know the agent idle."""
+        moved = HostMemory.create(SLOTS_BYTES, "test-slots")
+        self._handoffs.move_slots(self._pools[-1].pool, move, moved)
+        return moved
+
+    def _share_stream(self, _layout: PoolLayout) -> tuple[Ring, HostMemory, int]:
+        self.rings.append(Ring.create(4, 64))
+        return self.rings[-1], self.slots, 0
 
     def _run(self) -> None:
         selector = Selector([self._workers, self._handoffs, self._wake])

@@ -1,0 +1,169 @@
+"""The worker's end of a ring: how much it enqueues, and that nothing is left waiting when it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from kvxfer.control import worker_stream
+from kvxfer.control.handoff import StreamMemory
+from kvxfer.control.worker_stream import MAX_UNFINISHED, WorkerStream
+from kvxfer.errors import AgentLostError, TransportError
+from kvxfer.memory import HostMemory
+from kvxfer.streams.ring import MemoryIndex, OrderCode, Ring
+
+
+class _Stream:
+    """Notes what it is told and does nothing by itself."""
+
+    def __init__(self) -> None:
+        self.enqueued: list[int] = []
+        self.memories: dict[int, HostMemory] = {}
+        self.num_closed = 0
+        self.is_broken = False
+
+    def enqueue(self, number: int) -> None:
+        if self.is_broken:
+            raise TransportError("the GPU refuses")
+        self.enqueued.append(number)
+
+    def mark(self, stream: object | None) -> int:
+        assert stream is None
+        return 7
+
+    def set_memory(self, index: int, memory: HostMemory) -> None:
+        self.memories[index] = memory
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.fixture
+def memory() -> Iterator[StreamMemory]:
+    memory = StreamMemory(Ring.create(2, 8), HostMemory.create(4096, "test-slots"))
+    yield memory
+    memory.close()
+
+
+def test_entries_are_enqueued_as_far_as_there_is_room(memory: StreamMemory) -> None:
+    stream, ring = _Stream(), memory.ring
+    worker = WorkerStream(stream, memory)
+    worker.feed()
+    assert stream.enqueued == []
+    worker.want(3)
+    worker.want(2)
+    assert ring.num_enqueued == 0, "only a call of the worker enqueues"
+    worker.feed()
+    assert stream.enqueued == [0, 1, 2]
+    assert ring.num_enqueued == 3
+    assert not worker.has_backlog
+
+    worker.want(MAX_UNFINISHED + 10)
+    worker.feed()
+    assert ring.num_enqueued == MAX_UNFINISHED
+    assert worker.has_backlog
+    for number in (0, 1, 3):
+        ring.set_done(number)
+    worker.feed()
+    assert ring.num_enqueued == MAX_UNFINISHED + 2, "number 2 is not done, and numbers are done in order"
+    for number in range(2, MAX_UNFINISHED):
+        ring.set_done(number)
+    worker.feed()
+    assert ring.num_enqueued == MAX_UNFINISHED + 10
+    assert stream.enqueued == list(range(MAX_UNFINISHED + 10))
+    assert not worker.has_backlog
+
+
+def test_who_ends_skips_what_is_unfinished_and_says_so_first(memory: StreamMemory) -> None:
+    stream, ring = _Stream(), memory.ring
+    worker = WorkerStream(stream, memory)
+    worker.want(4)
+    worker.feed()
+    ring.order(0, OrderCode.RUN)
+    ring.set_done(0)
+    ring.order(1, OrderCode.RUN)
+    assert not ring.has_ended
+    worker.end()
+    assert ring.has_ended
+    assert [ring.order_of(number) for number in range(5)] == [OrderCode.RUN, *[OrderCode.SKIP] * 3, None]
+    assert not worker.is_quiet()
+    assert not worker.drain(0.01)
+    worker.want(9)
+    worker.feed()
+    assert ring.num_enqueued == 4, "nothing is enqueued any more"
+    for number in (1, 2, 3):
+        ring.set_done(number)
+    assert worker.drain(0.0)
+    worker.close()
+    worker.close()
+    assert stream.num_closed == 1
+    assert memory.slots.fd == ring.memory.fd == -1
+
+
+def test_a_stream_that_does_not_come_to_rest_keeps_its_memory(
+    memory: StreamMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_stream, "DRAIN_S", 0.01)
+    stream = _Stream()
+    worker = WorkerStream(stream, memory)
+    worker.want(1)
+    worker.feed()
+    with caplog.at_level(logging.ERROR, "kvxfer.worker"):
+        worker.close()
+    assert "its memory stays mapped" in caplog.text
+    assert stream.num_closed == 0
+    assert memory.slots.array.size == 4096
+    assert memory.ring.order_of(0) is OrderCode.SKIP
+
+
+def test_an_entry_that_was_enqueued_by_half_is_skipped_as_well(memory: StreamMemory) -> None:
+    stream = _Stream()
+    worker = WorkerStream(stream, memory)
+    worker.want(2)
+    stream.is_broken = True
+    with pytest.raises(TransportError):
+        worker.feed()
+    assert memory.ring.num_enqueued == 0, "the agent gives it no order"
+    worker.end()
+    assert memory.ring.order_of(0) is OrderCode.SKIP
+    assert memory.ring.order_of(1) is None
+
+
+def test_moved_slots_replace_the_old_ones_and_both_are_given_back(memory: StreamMemory) -> None:
+    stream = _Stream()
+    worker = WorkerStream(stream, memory)
+    moved = HostMemory.create(4096, "test-slots")
+    worker.replace_slots(moved)
+    assert stream.memories == {MemoryIndex.SLOTS: moved}
+    worker.close()
+    assert moved.fd == memory.slots.fd == -1
+
+
+def test_a_forked_child_touches_nothing(memory: StreamMemory) -> None:
+    """The ring is not mapped there: a touch would kill the child."""
+    stream = _Stream()
+    worker = WorkerStream(stream, memory)
+    worker.want(1)
+    worker.feed()
+    worker.want(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Newer Pythons warn where threads run.
+        child = os.fork()
+    if child == 0:
+        try:
+            worker.feed()
+            worker.end()
+            worker.close()
+            worker.mark(None)
+        except AgentLostError:
+            os._exit(0 if stream.enqueued == [0] and not stream.num_closed else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert not memory.ring.has_ended
+    memory.ring.set_done(0)
+    assert worker.mark(None) == 7
+    worker.close()
