@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,81 +15,20 @@ from kvxfer.control.channel import REMOTE, WorkerConnection
 from kvxfer.control.client import DecodeClient
 from kvxfer.control.codec import decode, encode
 from kvxfer.control.ids import new_id
-from kvxfer.control.messages import AbortTransfer, Attached, Message, Ok, Ping, Refused, TransferEvent, WorkerReply
+from kvxfer.control.messages import AbortTransfer, Message, Ok, Ping, Refused, TransferEvent, WorkerReply
 from kvxfer.errors import ConfigError, LayoutError, RefusedError
 from kvxfer.memory import HostMemory
-from kvxfer.ops.config import OpsConfig, SlotConfig, TransportConfig
-from kvxfer.sidecar import MAX_MESSAGES_PER_TURN, TICK_S, Sidecar
+from kvxfer.sidecar import MAX_MESSAGES_PER_TURN, TICK_S
 from kvxfer.transfer import EventKind, Reason
+from tests.idle_agent import WAIT_S, IdleAgent, until
 from tests.prefill.driver import pool_layout
 
-WAIT_S = 10.0
 LAYOUT = pool_layout()
 
 
-class _Agent:
-    """Notes what it is told; serves requests as `answer` says. Runs on a thread once `start` was called."""
-
-    def __init__(self, path: Path, transport: str = "loopback") -> None:
-        self.told: list[object] = []
-        self.is_quiet = True
-        self.has_drained = True
-        self.answer: Callable[[Message], WorkerReply] = lambda _: Ok()
-        self.sidecar = Sidecar(
-            self,
-            role="decode",
-            socket_dir=str(path),
-            host="127.0.0.1",
-            transport=TransportConfig(name=transport),  # type: ignore[arg-type]
-            slots=SlotConfig(num_slots=2, slot_bytes=4096),
-            ops=OpsConfig(),
-            num_threads=1,
-            drain_s=WAIT_S,
-        )
-        self._thread = threading.Thread(target=self.sidecar.run)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def end(self) -> None:
-        if self._thread.is_alive():
-            self.sidecar.stop()
-            self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
-        self.sidecar.close()
-
-    def worker_attached(self, *_: object) -> WorkerReply:
-        self.told.append("attached")
-        return Attached(incarnation=self.sidecar.incarnation)
-
-    def worker_lost(self, *_: object) -> None:
-        self.told.append("lost")
-
-    def worker_request(self, message: Message, *_: object) -> WorkerReply:
-        self.told.append(message)
-        return self.answer(message)
-
-    def is_pool_quiet(self) -> bool:
-        return self.is_quiet
-
-    def begin_drain(self, *_: object) -> None:
-        self.told.append("drain")
-
-    def is_drained(self) -> bool:
-        return self.has_drained
-
-    def tick(self, *_: object) -> None:
-        self.told.append("tick")
-
-    def perform(self, *_: object) -> None: ...
-
-    def heard(self) -> list[object]:
-        return [each for each in self.told if each != "tick"]
-
-
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[_Agent]:
-    found = _Agent(tmp_path / "agent")
+def agent(tmp_path: Path) -> Iterator[IdleAgent]:
+    found = IdleAgent(tmp_path / "agent")
     found.start()
     yield found
     found.end()
@@ -101,43 +40,39 @@ def memory() -> Iterator[HostMemory]:
         yield found
 
 
-def _connect(agent: _Agent, memory: HostMemory) -> DecodeClient:
+def _connect(agent: IdleAgent, memory: HostMemory) -> DecodeClient:
     return DecodeClient.connect(agent.sidecar.desk.channel._claim.path.parent, memory, LAYOUT, timeout_s=WAIT_S)
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
-
-
-def test_a_worker_attaches_asks_and_goes(agent: _Agent, memory: HostMemory) -> None:
+def test_a_worker_attaches_asks_and_goes(agent: IdleAgent, memory: HostMemory) -> None:
     with _connect(agent, memory) as client:
         assert client.incarnation == agent.sidecar.incarnation
         pool = agent.sidecar.pool
         assert pool is not None
+        mapped = pool.memory
+        assert mapped is not None
         memory.array[7] = 99
-        assert pool.memory.array[7] == 99
-    _until(lambda: "lost" in agent.told)
-    _until(lambda: pool.memory.fd < 0)
+        assert mapped.array[7] == 99
+    until(lambda: "lost" in agent.told)
+    until(lambda: mapped.fd < 0)
     assert agent.heard() == ["attached", "lost"]
 
 
 def test_a_lost_pool_stays_mapped_until_it_is_quiet_and_the_next_worker_waits(
-    agent: _Agent, memory: HostMemory
+    agent: IdleAgent, memory: HostMemory
 ) -> None:
     """R8: the pool is never adopted by the next worker, whose own comes under another id."""
     with _connect(agent, memory):
         first = agent.sidecar.pool
         agent.is_quiet = False
-    _until(lambda: "lost" in agent.told)
+    until(lambda: "lost" in agent.told)
     clients: list[DecodeClient] = []
     joining = threading.Thread(target=lambda: clients.append(_connect(agent, memory)))
     joining.start()
     joining.join(0.3)
     assert joining.is_alive()
     assert first is not None
+    assert first.memory is not None
     assert first.memory.fd >= 0
     agent.is_quiet = True
     joining.join(WAIT_S)
@@ -148,7 +83,7 @@ def test_a_lost_pool_stays_mapped_until_it_is_quiet_and_the_next_worker_waits(
         assert agent.heard() == ["attached", "lost", "attached"]
 
 
-def test_a_second_worker_is_refused_until_the_first_has_gone(agent: _Agent, memory: HostMemory) -> None:
+def test_a_second_worker_is_refused_until_the_first_has_gone(agent: IdleAgent, memory: HostMemory) -> None:
     with HostMemory.create(LAYOUT.groups[0].extent_bytes, "other") as other:
         with _connect(agent, memory):
             for _ in range(3):
@@ -166,7 +101,7 @@ def test_a_second_worker_is_refused_until_the_first_has_gone(agent: _Agent, memo
     ],
 )
 def test_a_request_that_fails_is_answered_and_the_agent_lives(
-    agent: _Agent, memory: HostMemory, error: Exception, expected: Refused
+    agent: IdleAgent, memory: HostMemory, error: Exception, expected: Refused
 ) -> None:
     def refuse(_: Message) -> WorkerReply:
         raise error
@@ -183,13 +118,13 @@ def test_a_request_that_fails_is_answered_and_the_agent_lives(
 
 
 def _answer(channel: WorkerConnection) -> tuple[Message, int]:
-    _until(channel.readable)
+    until(channel.readable)
     received = channel.receive()
     assert received is not None
     return decode(received[1])
 
 
-def test_whoever_has_not_handed_over_a_pool_gets_nothing(agent: _Agent, memory: HostMemory) -> None:
+def test_whoever_has_not_handed_over_a_pool_gets_nothing(agent: IdleAgent, memory: HostMemory) -> None:
     """Neither requests nor events; garbage is dropped, and the attached worker is served as before."""
     with _connect(agent, memory) as client, WorkerConnection(agent.sidecar.desk.channel._claim.path.parent) as stranger:
         stranger.send(REMOTE, b"\xff" * 100)
@@ -217,7 +152,7 @@ def test_what_has_arrived_is_served_before_the_clock_is_judged(
     """R4: when a tick is due, more messages are there than one turn takes. They come first, if they end in time."""
     clock = _Clock()
     monkeypatch.setattr("kvxfer.sidecar.time", clock)
-    agent = _Agent(tmp_path / "agent")
+    agent = IdleAgent(tmp_path / "agent")
     agent.start()
     with _connect(agent, memory) as client:
         num_messages = 2 * MAX_MESSAGES_PER_TURN + 50
@@ -237,13 +172,13 @@ def test_what_has_arrived_is_served_before_the_clock_is_judged(
         clock.now_s += TICK_S + late_s
         time.sleep(0.1)  # until all have arrived
         awake.set()
-        _until(lambda: len(agent.heard()) == num_messages)
+        until(lambda: len(agent.heard()) == num_messages)
         agent.end()
     assert ("tick" in agent.told[:num_messages]) is is_judged
 
 
 def test_the_slots_move_and_late_writes_to_the_old_ones_hit_nothing(tmp_path: Path) -> None:
-    agent = _Agent(tmp_path / "agent")
+    agent = IdleAgent(tmp_path / "agent")
     sidecar = agent.sidecar
     old_address, old_region = sidecar.slots.address(0), sidecar.region
     sidecar.slots.view(0)[:] = 1
@@ -259,15 +194,15 @@ def test_an_agent_gives_everything_back(tmp_path: Path, memory: HostMemory) -> N
     """Also one that could not be built, and one whose directory another agent has."""
     num_fds, num_threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(2):
-        agent = _Agent(tmp_path / "agent")
+        agent = IdleAgent(tmp_path / "agent")
         with pytest.raises(ConfigError, match="in use"):
-            _Agent(tmp_path / "agent")
+            IdleAgent(tmp_path / "agent")
         agent.start()
         _connect(agent, memory).close()
         agent.end()
         agent.sidecar.close()
         assert list((tmp_path / "agent").iterdir()) == []
     with pytest.raises(ConfigError, match="transport"):
-        _Agent(tmp_path / "agent", "pigeon")
+        IdleAgent(tmp_path / "agent", "pigeon")
     assert list((tmp_path / "agent").iterdir()) == []
-    _until(lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) == (num_fds, num_threads))
+    until(lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) == (num_fds, num_threads))
