@@ -51,8 +51,14 @@ class Grant(LegMessage, frozen=True, kw_only=True):
 
 
 class Credits(LegMessage, frozen=True, kw_only=True):
-    """Decode to prefill: these landing slots may be written, once each, by this leg."""
+    """Decode to prefill: these landing slots of region `region_id` may be written, once each, by this leg.
 
+    `first`: so many were lent to it before these, so that one told twice counts once, and one that was lost is missed
+    (`LegStatus.num_credited`).
+    """
+
+    region_id: Counter
+    first: Counter
     slots: SlotList
 
 
@@ -148,9 +154,10 @@ class Quiesced(LegMessage, frozen=True, kw_only=True):
 class LegStatus(LegMessage, frozen=True, kw_only=True):
     """Prefill to decode, answer to `Query`. `state` is a `transfer.LegState` value, or `"unknown"`.
 
-    `segments` are the notices of what was written so far, the newest at most.
+    `segments` are the notices of what was written so far, the newest at most. `num_credited` credits have arrived.
     """
 
     state: Annotated[str, msgspec.Meta(max_length=32)]
+    num_credited: Counter = 0
     segments: Annotated[tuple[Segment, ...], msgspec.Meta(max_length=1 << 13)] = ()
     finished: Finished | None = None

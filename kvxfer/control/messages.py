@@ -95,6 +95,7 @@ __all__ = [
     "Quiesced",
     "QuiescedAck",
     "Refused",
+    "RegionTaken",
     "RejectTicket",
     "Segment",
     "SlotsMapped",
@@ -284,11 +285,18 @@ class Hello(MessageBase, frozen=True, kw_only=True):
 
 
 class NewRegion(MessageBase, frozen=True, kw_only=True):
-    """Decode to prefill: the landing slots have moved to another region; credits that follow mean that one."""
+    """Decode to prefill: the landing slots have moved to another region. Said again until `RegionTaken` comes; credits
+    of a region that the prefill agent does not know are not used."""
 
     metadata: EngineMetadata
     region_id: Counter
     region_bytes: Counter
+
+
+class RegionTaken(MessageBase, frozen=True, kw_only=True):
+    """Prefill to decode: `NewRegion` has arrived; this side writes to that region from now on."""
+
+    region_id: Counter
 
 
 class PathFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -336,6 +344,7 @@ PrefillToDecode = (
     Welcome
     | NotReady
     | Refused
+    | RegionTaken
     | Goodbye
     | Chunk
     | PullChunk

@@ -54,6 +54,7 @@ class DecodeAgent:
         )
         self.incarnation = self._sidecar.incarnation
         self._core = DecodeCore(SlotTable(config.slots.num_slots, LANDING_MOVES), config.credits_per_leg)
+        self._core.slots_lie_in(self._sidecar.region.region_id)
         self.public_key = credentials.keys.public
         self._links = SourceLinks(config, credentials, self._sidecar, self._core)
         self._sidecar.watch(self._sidecar.mover, self._poll_scatters)
@@ -161,6 +162,7 @@ class DecodeAgent:
             self._sidecar.log.exception("cannot replace quarantined slots")
             return
         self._links.renew_region(now)
+        self._core.slots_lie_in(self._sidecar.region.region_id)
         self._core.rotated()
 
     def perform(self, now: float) -> None:

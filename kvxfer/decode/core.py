@@ -240,6 +240,8 @@ class DecodeCore:
             return
         for notice in message.segments:
             self._segment(receive, leg, notice, now)
+        if receive.is_open:
+            self._life.lender.repeat(leg, message.num_credited)
         if message.finished is not None and leg.finished is None:
             leg.finished = message.finished
             self._life.advance(receive, now)
@@ -294,9 +296,13 @@ class DecodeCore:
         `error`."""
         self._moves.ended(operation, now, busy_s, error, is_corrupt=is_corrupt)
 
+    def slots_lie_in(self, region_id: int) -> None:
+        """Where credits are valid from now on."""
+        self._life.lender.region_id = region_id
+
     def rotated(self) -> None:
-        """The engine object was replaced: nothing can write a quarantined slot any more. No credit may be out then:
-        the bytes of a healthy write would be lost, and its sender might still be told that they arrived."""
+        """The slots have moved: nothing can write a quarantined one any more. No credit may be out then: the bytes of a
+        healthy write would be lost, and its sender might still be told that they arrived."""
         assert self._life.lender.slots.count(SlotState.CREDITED) == 0
         self._life.lender.slots.release_quarantine()
         self._life.lender.lend()

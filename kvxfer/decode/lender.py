@@ -24,6 +24,8 @@ class SlotLender:
         self._turns: deque[ReceiveLeg] = deque()  # legs that want more credits than they got
         self._num_lent: Counter[str] = Counter()  # credited slots by source
         self.num_sources = 0
+        self.region_id = 0
+        """Where the slots lie now."""
 
     @property
     def quarantine_cap(self) -> int:
@@ -58,15 +60,31 @@ class SlotLender:
             slot = self.slots.take(SlotState.CREDITED)
             assert slot is not None
             num_passed = 0
-            leg.credits.add(slot)
+            leg.credits[slot] = leg.num_credited
             leg.num_credited += 1
             self._num_lent[leg.source.incarnation] += 1
             given.setdefault(id(leg), (leg, []))[1].append(slot)
             if leg.num_credited >= leg.num_wanted:
                 self._turns.remove(leg)
         for leg, slots in given.values():
-            message = Credits(transfer=leg.transfer, generation=leg.generation, slots=tuple(slots))
-            self._outbox.append(SendToPeer(leg.source.incarnation, message))
+            self._tell(leg, slots)
+
+    def repeat(self, leg: ReceiveLeg, num_known: int) -> None:
+        """The source of `leg` knows its first `num_known` credits: tell it of the others, which it cannot have used."""
+        slots = [slot for slot, number in leg.credits.items() if number >= num_known]
+        if slots and len(slots) == leg.num_credited - num_known:
+            self._tell(leg, slots)
+
+    def _tell(self, leg: ReceiveLeg, slots: list[int]) -> None:
+        """Of the newest credits of `leg`."""
+        message = Credits(
+            transfer=leg.transfer,
+            generation=leg.generation,
+            region_id=self.region_id,
+            first=leg.num_credited - len(slots),
+            slots=tuple(slots),
+        )
+        self._outbox.append(SendToPeer(leg.source.incarnation, message))
 
     def begin_scatter(self, leg: ReceiveLeg, slot: int) -> None:
         """The leg has filled `slot`, which makes room for another credit of its own."""
@@ -102,7 +120,7 @@ class SlotLender:
         self.lend()
 
     def _take_back(self, leg: ReceiveLeg, slot: int) -> None:
-        leg.credits.remove(slot)
+        del leg.credits[slot]
         self._num_lent[leg.source.incarnation] -= 1
 
     def _may_have(self, leg: ReceiveLeg) -> bool:

@@ -15,6 +15,7 @@ from kvxfer.control.messages import (
     NotReady,
     Ping,
     Refused,
+    RegionTaken,
     Source,
     Welcome,
 )
@@ -66,6 +67,7 @@ class SourceLinks:
         message = NewRegion(metadata=metadata, region_id=region.region_id, region_bytes=region.num_bytes)
         for incarnation, peer in list(self._peers.items()):
             if peer.is_paired:
+                peer.new_region, peer.region_told_at = message, now
                 peer.send(message)
                 continue
             # It may refuse us for the old region: on a new connection that answer goes nowhere.
@@ -94,6 +96,7 @@ class SourceLinks:
                 self.lose(incarnation, Reason.PEER_LOST, f"gave no sign of life for {timeout_s} s", now)
             else:
                 self._poll_pull(peer, now)
+                peer.tell_region_again(now)
                 if now - peer.pinged_at > timeout_s / _PINGS_PER_TIMEOUT:
                     peer.pinged_at = now
                     peer.send(Ping(incarnation=self._sidecar.incarnation, floor=self._core.floor()))
@@ -150,6 +153,8 @@ class SourceLinks:
                     self.lose(peer.source.incarnation, message.reason or Reason.PEER_REFUSED, detail, now)
                 case Goodbye():
                     self.lose(peer.source.incarnation, Reason.PEER_LOST, "it said goodbye", now, logging.INFO)
+                case RegionTaken():
+                    peer.region_taken(message)
                 case _ if peer.is_paired:
                     self._core.receive(peer.source.incarnation, message, now)  # type: ignore[arg-type]
 
@@ -174,7 +179,8 @@ class SourceLinks:
             figures.bytes_per_s / 1e9,
         )
         peer.info = info
-        if not welcome.pull_path:
+        pool = self._sidecar.pool
+        if not welcome.pull_path or pool is None or pool.memory is None:
             self._tell_core(peer, None, now)
             return
         try:

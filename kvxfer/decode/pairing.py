@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvxfer.control.channel import REMOTE
 from kvxfer.control.codec import encode
 from kvxfer.control.heartbeat import Absence, Heartbeat
-from kvxfer.control.messages import DecodeToPrefill, Hello, Source, Welcome
+from kvxfer.control.messages import DecodeToPrefill, Hello, NewRegion, RegionTaken, Source, Welcome
 from kvxfer.control.peer_channel import Connection
 from kvxfer.control.pull_share import PullConnection, SharedPool
 from kvxfer.decode.receive import SourceInfo
@@ -17,6 +17,7 @@ from kvxfer.routes import match_layouts
 from kvxfer.transfer import Reason
 
 HELLO_AGAIN_S = 0.2
+REGION_AGAIN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -32,6 +33,8 @@ class PrefillPeer:
     pinged_at: float = 0.0
     absence: Absence = field(default_factory=Absence)
     is_paired: bool = False
+    new_region: NewRegion | None = None  # what it was told and has not taken yet
+    region_told_at: float = 0.0
     info: SourceInfo | None = None  # what was agreed on, while the core is not told yet
     pull: PullConnection | None = None  # asks for the source's pool
     layout: PoolLayout | None = None  # of the source's pool
@@ -48,6 +51,17 @@ class PrefillPeer:
         if self.hello_at is not None and now >= self.hello_at:
             self.hello_at = None
             self.send(self.hello)
+
+    def tell_region_again(self, now: float) -> None:
+        """The landing slots have moved, and it may not know."""
+        if self.new_region is not None and now >= self.region_told_at + REGION_AGAIN_S:
+            self.region_told_at = now
+            self.send(self.new_region)
+
+    def region_taken(self, message: RegionTaken) -> None:
+        """It knows the region that it names."""
+        if self.new_region is not None and self.new_region.region_id == message.region_id:
+            self.new_region = None
 
     def begin_pull(self, welcome: Welcome, now: float) -> None:
         """Ask for the source's pool. Raises `HandoffError` where it is not to be had on this host."""

@@ -60,7 +60,9 @@ class ReceiveLeg:
     is_closed: bool = False  # nothing of it can reach a landing slot any more
     chunks: dict[int, ReceivedChunk] = field(default_factory=dict)
     coverage: Coverage = field(default_factory=Coverage)
-    credits: set[int] = field(default_factory=set)  # landing slots that it may write right now
+    credits: dict[int, int] = field(
+        default_factory=dict
+    )  # landing slots that it may write right now, and their numbers
     num_wanted: int = 0  # segments that hold a sender slot, over the leg's life
     num_credited: int = 0
     num_rows: int = 0

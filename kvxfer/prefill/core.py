@@ -30,6 +30,7 @@ from kvxfer.prefill.admission import SHUTDOWN_DETAIL, find_refusal
 from kvxfer.prefill.leg import Leases, Leg, Mode, PeerInfo
 from kvxfer.prefill.lifecycle import Lifecycle
 from kvxfer.prefill.peers import LegKey, Peer
+from kvxfer.prefill.planning import Outlook, look_ahead, plan_for_leg, reach_timeline
 from kvxfer.prefill.transfer import Transfer
 from kvxfer.slots import SlotState, SlotTable
 from kvxfer.transfer import LegState, Reason
@@ -57,6 +58,11 @@ class PrefillCore:
     def num_reading_pool(self) -> int:
         """Operations that may read the worker's pool."""
         return self._life.sender.num_reading_pool
+
+    @property
+    def outlook(self) -> Outlook:
+        """What whoever moves rows should prepare for."""
+        return look_ahead(self._life)
 
     @property
     def may_send_raw(self) -> bool:
@@ -96,6 +102,7 @@ class PrefillCore:
     def attach_worker(self, layout: PoolLayout) -> None:
         """A worker has handed its pool over."""
         self._life.layout = layout
+        self._life.timeline = 0
 
     def worker_lost(self, now: float) -> None:
         """The worker is gone: its transfers end, and nobody is told but the peers."""
@@ -145,8 +152,12 @@ class PrefillCore:
         for leg in list(transfer.legs.values()):
             if leg.state is LegState.GRANTED:
                 leg.move(LegState.ACTIVE)
-            self._life.plan(transfer, leg, chunk, now)
+            plan_for_leg(self._life, transfer, leg, chunk, now)
         self._life.advance(transfer, now)
+
+    def timeline_reached(self, value: int, now: float) -> None:
+        """The worker's stream has come so far: chunks that were waiting for it may go."""
+        reach_timeline(self._life, value, now)
 
     def abort(self, transfer: str, now: float) -> None:
         """The worker gives the transfer up. Unknown and ended ones are left as they are."""
@@ -158,8 +169,13 @@ class PrefillCore:
 
     def peer_paired(self, info: PeerInfo) -> None:
         """A decode agent was paired; its incarnation is new."""
-        self.peers[info.incarnation] = Peer(info)
+        self.peers[info.incarnation] = Peer(info, info.region_id)
         self._life.sender.num_peers = len(self.peers)
+
+    def region_moved(self, incarnation: str, region_id: int) -> None:
+        """The landing slots of a decode agent, none of which is lent, lie in this region from now on."""
+        if incarnation in self.peers:
+            self.peers[incarnation].region_id = region_id
 
     def peer_gone(self, incarnation: str, reason: Reason, now: float, *, said_goodbye: bool = False) -> None:
         """A decode agent is lost, or has paired anew: its legs are over. One that said goodbye has aborted before
@@ -193,7 +209,7 @@ class PrefillCore:
             case Credits():
                 leg = self._leg(peer, message.transfer, message.generation)
                 if leg is not None and leg.state is LegState.ACTIVE:
-                    self._credit(leg, message.slots, now)
+                    self._credit(peer, leg, message, now)
             case AbortLeg():
                 self._abort_leg(peer, message, now)
             case QuiescedAck():
@@ -211,8 +227,18 @@ class PrefillCore:
             self.refused["stale"] += 1
         return leg
 
-    def _credit(self, leg: Leg, slots: tuple[int, ...], now: float) -> None:
-        """Use lent landing slots. More of them than this side asked for are a fault of the peer."""
+    def _credit(self, peer: Peer, leg: Leg, message: Credits, now: float) -> None:
+        """Use lent landing slots. More of them than this side asked for are a fault of the peer.
+
+        Those of a region that this side was not told of, or after some that are missing, wait to be told of again.
+        """
+        if message.region_id != peer.region_id:
+            self.refused["other region"] += 1
+            return
+        if message.first > leg.num_credited:
+            self.refused["credits missing"] += 1
+            return
+        slots = message.slots[leg.num_credited - message.first :]
         transfer = self.transfers[leg.transfer]
         if leg.num_credited + len(slots) > leg.num_wanted_sent:
             detail = f"credits: got {leg.num_credited + len(slots)}, expected at most {leg.num_wanted_sent}"
@@ -253,7 +279,7 @@ class PrefillCore:
         if transfer.chunks:
             leg.move(LegState.ACTIVE)
             for chunk in transfer.chunks:
-                self._life.plan(transfer, leg, chunk, now)
+                plan_for_leg(self._life, transfer, leg, chunk, now)
         self._life.advance(transfer, now)
 
     def _abort_leg(self, peer: Peer, message: AbortLeg, now: float) -> None:

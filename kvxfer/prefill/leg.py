@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvxfer.control.messages import Finished, Grant, LegStatus, PathFigures, Segment
+from kvxfer.control.messages import Finished, Grant, LegStatus, PathFigures, PullChunk, Segment
 from kvxfer.operations import CancelFlag, SegmentSource
 from kvxfer.routes import Route
 from kvxfer.transfer import LEG_MOVES, LegState
@@ -33,6 +33,7 @@ class PeerInfo:
     dst_world: int
     figures: PathFigures = field(default_factory=PathFigures)
     verify: bool = False  # it wants a checksum with every segment
+    region_id: int = 0  # where its landing slots lay when it was paired
 
 
 class Leases(Protocol):
@@ -58,6 +59,15 @@ class ChunkWork:
     @property
     def num_waiting(self) -> int:
         return self.source.plan.num_segments - self.next_segment
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadyChunk:
+    """A planned chunk whose rows may not be read before the worker's timeline has reached `ready`: segments to be sent,
+    or what lets the peer pull them."""
+
+    ready: int
+    what: ChunkWork | PullChunk
 
 
 @dataclass(slots=True)
@@ -93,6 +103,7 @@ class Leg:
     mode: Mode
     state: LegState = LegState.GRANTED
     cancel: CancelFlag = field(default_factory=CancelFlag)
+    unready: list[UnreadyChunk] = field(default_factory=list)
     works: deque[ChunkWork] = field(default_factory=deque)  # with segments that hold no slot yet
     packed: deque[Packed] = field(default_factory=deque)
     credits: deque[int] = field(default_factory=deque)
@@ -125,11 +136,18 @@ class Leg:
     def reads_pool(self) -> bool:
         """Whether rows of the pool are still to be read, by this agent, its engine or the peer."""
         is_raw = self.mode is Mode.RAW
-        return bool(self.works or self.num_filling or self.pulling or (is_raw and self.num_held))
+        return bool(self.unready or self.works or self.num_filling or self.pulling or (is_raw and self.num_held))
 
     @property
     def is_live(self) -> bool:
         return self.state not in (LegState.FINISHED, LegState.QUIET)
+
+    def segments_to_gather(self) -> dict[int, int]:
+        """By chunk, the segments that are still to be packed."""
+        if self.mode is Mode.RAW:
+            return {}
+        works = [*self.works, *(each.what for each in self.unready if isinstance(each.what, ChunkWork))]
+        return {work.chunk: work.num_waiting for work in works}
 
     def status(self) -> LegStatus:
         """How far the leg is, with the newest of what was written."""
@@ -137,6 +155,7 @@ class Leg:
             transfer=self.transfer,
             generation=self.grant.generation,
             state=self.state.value,
+            num_credited=self.num_credited,
             segments=tuple(self.written[-4096:]),
             finished=self.finished,
         )

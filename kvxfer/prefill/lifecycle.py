@@ -7,29 +7,22 @@ event waits for gathers that read the worker's pages, never for a peer.
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter, OrderedDict
 
-from kvxfer.addresses import PageTable, count_runs, resolve
 from kvxfer.control.messages import (
     AbortLeg,
-    Chunk,
     Finished,
     LegFailed,
     PrefillToDecode,
-    PullChunk,
     Quiesced,
     TransferEvent,
 )
-from kvxfer.errors import LayoutError
 from kvxfer.layout import PoolLayout
-from kvxfer.operations import SegmentSource
 from kvxfer.ops.totals import Totals
 from kvxfer.prefill.actions import Action, Notify, SendToPeer
-from kvxfer.prefill.leg import ChunkWork, Leases, Leg, Mode
-from kvxfer.prefill.policy import choose_mode
+from kvxfer.prefill.leg import Leases, Leg, Mode
 from kvxfer.prefill.sender import Sender
-from kvxfer.prefill.transfer import NO_PAGES, SubmittedChunk, Transfer
+from kvxfer.prefill.transfer import Transfer
 from kvxfer.slots import SlotTable
 from kvxfer.transfer import EventKind, LegState, Reason
 from kvxfer.wire import plan_chunk
@@ -50,6 +43,7 @@ class Lifecycle:
         self.mode = mode
         self.may_send_raw = mode is Mode.RAW
         self.leases = leases
+        self.timeline = 0  # how far the worker's stream has come, as far as it was looked at
         self.is_draining = False  # nothing new is taken on
         self.num_chosen: Counter[Mode] = Counter()  # legs in mode auto, by the way that they took
         self.num_fallbacks = 0  # gathers that failed and whose rows went run by run
@@ -65,85 +59,6 @@ class Lifecycle:
         self.totals.pack_s += pack_s
         self.totals.send_s += send_s
         transfer.num_descriptors += num_descriptors
-
-    def plan(self, transfer: Transfer, leg: Leg, chunk: SubmittedChunk, now: float) -> None:
-        """Plan one chunk of an active leg, announce it, queue its segments."""
-        if leg.state is not LegState.ACTIVE:
-            return
-        assert self.layout is not None
-        began_s = time.perf_counter()
-        route, grant = leg.peer.route, leg.grant
-        tables = tuple(chunk.tables.get(group.name, NO_PAGES) for group in route.groups)
-        ranges = tuple(table.token_range for table in tables)
-        try:
-            plan = plan_chunk(route, ranges, grant.wanted, grant.have, chunk.layers, leg.peer.segment_bytes)
-            addresses = resolve(plan, route, "src", self.layout, tables)
-        except LayoutError as error:
-            self.fail(transfer, Reason.LAYOUT_MISMATCH, str(error), now)
-            return
-        if plan.num_segments and leg.mode is Mode.P2P and leg.lease is None:
-            self.fail(transfer, Reason.PEER_REFUSED, "mode p2p: no lease word is free", now)
-            return
-        num_runs = count_runs(plan, addresses)
-        leg.num_chunks += 1
-        leg.num_rows += plan.num_rows
-        leg.num_segments += plan.num_segments
-        leg.num_bytes += plan.num_bytes
-        leg.num_runs += num_runs
-        plan_s = time.perf_counter() - began_s
-        transfer.plan_s += plan_s
-        self.totals.plan_s += plan_s
-        announcement = Chunk(
-            transfer=leg.transfer,
-            generation=grant.generation,
-            chunk=chunk.chunk,
-            ranges=ranges,
-            layers=chunk.layers,
-            num_segments=plan.num_segments,
-            num_bytes=plan.num_bytes,
-        )
-        if plan.num_segments and leg.mode is Mode.AUTO:
-            self._choose(leg, num_runs, plan.num_bytes)
-        if plan.num_segments and leg.mode is Mode.P2P:
-            self._let_pull(leg, announcement, tables)
-        else:
-            self.send(leg, announcement)
-            self.sender.add_work(leg, ChunkWork(chunk.chunk, SegmentSource(plan, addresses)))
-
-    def _choose(self, leg: Leg, num_runs: int, num_bytes: int) -> None:
-        """Settle the way of a leg with its first rows."""
-        choice = choose_mode(
-            can_pull=leg.grant.can_pull and leg.lease is not None,
-            may_send_raw=self.may_send_raw and not leg.peer.verify,
-            figures=leg.peer.figures,
-            num_runs=num_runs,
-            num_bytes=num_bytes,
-            segment_bytes=leg.peer.segment_bytes,
-        )
-        leg.mode = choice.mode
-        self.num_chosen[choice.mode] += 1
-        _log.debug("transfer %s to %s: %s, %s", leg.transfer, leg.peer.incarnation, choice.mode.value, choice.why)
-
-    def _let_pull(self, leg: Leg, chunk: Chunk, tables: tuple[PageTable, ...]) -> None:
-        """The peer has the pool mapped: tell it where the chunk's rows lie and under which lease they may be read."""
-        assert leg.lease is not None
-        word, value = leg.lease
-        leg.pulling.add(chunk.chunk)
-        self.send(
-            leg,
-            PullChunk(
-                transfer=chunk.transfer,
-                generation=chunk.generation,
-                chunk=chunk.chunk,
-                ranges=chunk.ranges,
-                layers=chunk.layers,
-                num_segments=chunk.num_segments,
-                num_bytes=chunk.num_bytes,
-                pages=tuple(table.pages.astype("<u4").tobytes() for table in tables),
-                lease_word=word,
-                lease_value=value,
-            ),
-        )
 
     def pulled(self, transfer: Transfer, leg: Leg, chunk: int, now: float) -> None:
         """The peer reads `chunk` of an active leg no more; said again it changes nothing."""
@@ -199,6 +114,7 @@ class Lifecycle:
         """Emit nothing more for `leg` and tell its peer why; `quiesce` follows when it is quiet."""
         leg.move(LegState.STOPPING)
         self.end_lease(leg)
+        leg.unready.clear()
         self.sender.stop(leg)
         self.send(leg, LegFailed(transfer=leg.transfer, generation=leg.grant.generation, reason=reason, detail=detail))
 
@@ -224,7 +140,7 @@ class Lifecycle:
         A peer that pulls is told of the end after it has pulled everything: if this agent dies before, nobody revokes
         its leases and the worker uses the pages for other rows, so what was pulled must not count.
         """
-        if leg.state is not LegState.ACTIVE or leg.pulling:
+        if leg.state is not LegState.ACTIVE or leg.pulling or leg.unready:
             return
         if leg.mode is Mode.P2P or len(leg.written) == leg.num_segments:
             self._announce_end(transfer, leg, now)

@@ -20,6 +20,7 @@ from kvxfer.control.messages import (
     NotReady,
     PrefillToDecode,
     Refused,
+    RegionTaken,
     Welcome,
 )
 from kvxfer.control.peer_channel import PeerListener, incarnation_of
@@ -127,8 +128,10 @@ class PeerLinks:
             self._unpaired(unpaired, now)
 
     def _renew_region(self, peer: str, message: NewRegion, now: float) -> None:
-        """The peer's landing slots have moved; no credit for the old ones is out."""
+        """The peer's landing slots have moved; no credit for the old ones is out. It may say so again."""
         known = self._peers[peer]
+        if message.region_id < known.hello.region_id:
+            return
         known.hello = msgspec.structs.replace(
             known.hello, metadata=message.metadata, region_id=message.region_id, region_bytes=message.region_bytes
         )
@@ -137,6 +140,9 @@ class PeerLinks:
         except (TransportError, ProtocolError) as error:
             self._sidecar.log.warning("decode agent %s: its new region cannot be used: %s", peer, error)
             self.lose(peer, Reason.PEER_LOST, now)
+            return
+        self._core.region_moved(peer, message.region_id)
+        self.send(peer, RegionTaken(region_id=message.region_id))
 
     def _paired(self, paired: Paired) -> None:
         peer = paired.info.incarnation
@@ -160,7 +166,7 @@ class PeerLinks:
                 layout=pool.layout,
                 segment_bytes=paired.info.segment_bytes,
                 figures=figures,
-                pull_path=self._pull_path,
+                pull_path=self._pull_path if pool.memory is not None else "",  # a pool of a stream is seen by nobody
             ),
         )
 

@@ -72,7 +72,9 @@ def check_hello(hello: Hello, *, incarnation: str, transport: str, layout: PoolL
     if row_bytes > segment_bytes:
         detail = f"got slots of {segment_bytes} bytes on one side, expected at least a row of {row_bytes} bytes"
         raise RefusedError(detail, Reason.LAYOUT_MISMATCH, "slot_bytes")
-    return PeerInfo(hello.incarnation, route, segment_bytes, hello.dst_world, verify=hello.verify)
+    return PeerInfo(
+        hello.incarnation, route, segment_bytes, hello.dst_world, verify=hello.verify, region_id=hello.region_id
+    )
 
 
 class Prober:

@@ -17,6 +17,7 @@ class Peer:
     """One run of a decode agent. Ended legs stay, to give the same answer again, until the floor passes them."""
 
     info: PeerInfo
+    region_id: int  # where its landing slots lie, as far as it has said
     floor: int = 0
     legs: dict[LegKey, Leg] = field(default_factory=dict)
     tombstones: set[LegKey] = field(default_factory=set)

@@ -27,6 +27,7 @@ class SubmittedChunk:
     chunk: int
     tables: dict[str, PageTable]
     layers: LayerRange | None
+    ready: int = 0  # of the worker's timeline: its rows are written by then
 
 
 class TransferPages:
@@ -99,6 +100,20 @@ class Transfer:
         parts = sum(Fraction(1, each.peer.dst_world) for each in self.legs.values())
         self.has_all_legs = parts == self.num_decode_groups
 
+    @property
+    def num_gathers_to_come(self) -> int:
+        """Segments that are planned and have no sender slot. Legs that send the same rows share their gathers."""
+        alike: list[tuple[Leg, dict[int, int]]] = []
+        for leg in self.legs.values():
+            waiting = leg.segments_to_gather()
+            shared = next((known for other, known in alike if waiting and other.sends_alike(leg)), None)
+            if shared is None:
+                alike.append((leg, waiting))
+                continue
+            for chunk, num_segments in waiting.items():
+                shared[chunk] = max(shared.get(chunk, 0), num_segments)
+        return sum(sum(waiting.values()) for _, waiting in alike)
+
     def stats(self, now: float) -> TransferStats:
         """Sums over the legs."""
         legs = self.legs.values()
@@ -138,7 +153,7 @@ class Transfer:
         self.coverage.add(rectangles)
         for name, pages_of_group in merged.items():
             self.pages.keep(name, pages_of_group)
-        chunk = SubmittedChunk(len(self.chunks), tables, submit.layers)
+        chunk = SubmittedChunk(len(self.chunks), tables, submit.layers, submit.ready)
         self.chunks.append(chunk)
         self.has_last = submit.last
         self.aux = submit.aux or self.aux

@@ -108,7 +108,7 @@ def test_what_means_nothing_is_dropped_and_counted(agent: Agent) -> None:
         encode(Ok(), 0),
         encode(Attached(incarnation=A), request_id),
         encode(event(B)),
-        encode(Credits(transfer=A, generation=1, slots=())),
+        encode(Credits(transfer=A, generation=1, region_id=0, first=0, slots=())),
         encode(open_(A), request_id),
     ]:
         agent.core.receive(frame)

@@ -220,7 +220,7 @@ def test_text_that_is_no_ticket(text: str) -> None:
 def test_bounds_are_inclusive() -> None:
     """The largest list and byte string that are allowed do pass."""
     slots = tuple(range(4096))
-    credit = Credits(transfer=TRANSFER, generation=1 << 53, slots=slots)
+    credit = Credits(transfer=TRANSFER, generation=1 << 53, region_id=0, first=0, slots=slots)
     assert decode(encode(credit))[0] == credit
     finished = Finished(transfer=TRANSFER, generation=0, num_chunks=0, num_segments=0, num_bytes=0, aux=bytes(65536))
     assert decode(encode(finished))[0] == finished

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.control.messages import Credits, Want
+from kvxfer.control.messages import Credits, LegStatus, Want
 from kvxfer.slots import SlotState
 from kvxfer.transfer import EventKind, Reason
 from tests.decode.driver import DecodeDriver
@@ -91,3 +91,37 @@ def test_slots_of_a_failed_leg_serve_others_once_it_is_quiet() -> None:
     assert driver.credits(source, waiting) == []
     driver.quiesced(source, failed)
     assert driver.credits(source, waiting) == [0, 1]
+
+
+def test_credits_are_numbered_and_told_again_from_where_the_source_has_lost_them() -> None:
+    driver = DecodeDriver(num_slots=4, credits_per_leg=4)
+    source = driver.pair()
+    transfer = driver.open((source,), 32)
+    driver.core.slots_lie_in(7)
+    for num_leased in (1, 3):
+        driver.receive(source, Want(transfer=transfer, generation=1, num_leased=num_leased))
+    told = driver.to(source, Credits)
+    assert [(each.first, len(each.slots), each.region_id) for each in told] == [(0, 1, 7), (1, 2, 7)]
+    for num_credited, expected in ((3, []), (1, [told[1]]), (0, [None])):
+        num_told = len(driver.to(source, Credits))
+        status = LegStatus(transfer=transfer, generation=1, state="active", num_credited=num_credited)
+        driver.receive(source, status)
+        again = driver.to(source, Credits)[num_told:]
+        assert len(again) == len(expected)
+        if num_credited:
+            assert again == expected
+        else:
+            assert again[0].slots == told[0].slots + told[1].slots
+    assert driver.count(SlotState.CREDITED) == 3
+
+
+def test_credits_that_the_source_has_used_are_not_told_again() -> None:
+    """A status that was under way for long, or is false, says that it has none of them."""
+    driver = DecodeDriver(num_slots=4, credits_per_leg=4)
+    source = driver.pair()
+    transfer = driver.open((source,), 16)
+    driver.chunk(source, transfer, 0, 16)
+    driver.segment(source, transfer, 0, driver.credits(source, transfer)[0])
+    num_told = len(driver.to(source, Credits))
+    driver.receive(source, LegStatus(transfer=transfer, generation=1, state="active", num_credited=0))
+    assert len(driver.to(source, Credits)) == num_told

@@ -122,7 +122,10 @@ class PrefillDriver:
         self.receive(peer, message)
 
     def credit(self, peer: str, transfer: str, *slots: int, generation: int = 1) -> None:
-        self.receive(peer, Credits(transfer=transfer, generation=generation, slots=slots))
+        leg = self.core.peers[peer].legs.get((transfer, generation))
+        first = leg.num_credited if leg is not None else 0
+        message = Credits(transfer=transfer, generation=generation, region_id=0, first=first, slots=slots)
+        self.receive(peer, message)
 
     def abort_leg(self, peer: str, transfer: str, generation: int = 1) -> None:
         message = AbortLeg(transfer=transfer, generation=generation, reason=Reason.ABORTED_BY_WORKER)

@@ -18,7 +18,8 @@ What is modelled:
 - delays have heavy tails: none, short, longer than a deadline
 - an agent stops between any two actions, for a while or for ever; so do its threads between queue, flag and bytes
 - agents come back with new incarnations, workers are lost and come back with new pools
-- connections lose their newest messages unseen; as faults beyond what a connection may do, messages overtake or repeat
+- connections lose their newest messages unseen; as faults beyond what a connection may do, messages overtake or repeat,
+  and single ones of those that are said again are lost, which no transfer may feel
 - workers abort at any time, retry with the same ticket, reuse pages at once; routers drop requests
 - one to two prefill agents (stages, shards, replicas), one to two decode agents (ranks, holders of one shard, groups of
   their own), chunks by tokens or layers in any order with grants, prefixes, rows already held, no rows; one to four

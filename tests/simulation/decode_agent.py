@@ -38,6 +38,7 @@ class _Source:
     began_at: float
     hello_at: float | None = None  # when to say hello again
     is_paired: bool = False
+    untaken: pairing.Rotated | None = None  # where the slots lie now, until it says that it knows
     shared: SharedPool | None = None  # its pool, where it is mapped here
 
 
@@ -88,6 +89,9 @@ class SimDecode(SimAgent[Action]):
                 source.hello_at = self.clock.now + HELLO_AGAIN_S
             case pairing.Refused() if not source.is_paired:
                 self._lose_peer(source.expected, Reason.STALE)
+            case pairing.RotationTaken():
+                if source.untaken is not None and source.untaken.epoch == message.epoch:
+                    source.untaken = None
             case pairing.Goodbye():
                 if source.is_paired:
                     self._lose_peer(source.expected, Reason.PEER_LOST)
@@ -258,8 +262,8 @@ class SimDecode(SimAgent[Action]):
             elif self.is_silent(incarnation, not (prefill.is_dead or prefill.is_paused)):
                 self._lose_peer(incarnation, Reason.PEER_LOST)
             elif self._num_ticks % PING_EVERY_TICKS == 0:
-                if self.epoch:
-                    source.link.to_prefill.send(pairing.Rotated(self.epoch))  # again: it may have been lost
+                if source.untaken is not None:
+                    source.link.to_prefill.send(source.untaken)  # again: it may have been lost
                 source.link.to_prefill.send(Ping(incarnation=self.incarnation, floor=self.core.floor()))
         if self.core.may_renew_slots:
             self._rotate()
@@ -269,7 +273,9 @@ class SimDecode(SimAgent[Action]):
         """Replace the engine object. No credit is out, so no healthy peer's write is lost by it."""
         self.epoch += 1
         for source in self._sources.values():
-            source.link.to_prefill.send(pairing.Rotated(self.epoch))
+            source.untaken = pairing.Rotated(self.epoch)
+            source.link.to_prefill.send(source.untaken)
+        self.core.slots_lie_in(self.epoch)
         self.core.rotated()
 
     def is_quiet(self) -> bool:

@@ -84,7 +84,7 @@ class Engines:
         if write.epoch != write.target.epoch:
             write.state = WriteState.DEAD
             write.sender.world.taint_transfer(write.action.notice.transfer)
-            outcome = choices.one_of((Outcome.FAILED, Outcome.UNKNOWN))
+            outcome = choices.one_of((Outcome.FAILED, Outcome.UNKNOWN, Outcome.DONE))  # into memory that was given up
             self._clock.after(delay_s, lambda: self._report(write, outcome))
             return
         self._clock.after(delay_s, lambda: self._land(write))

@@ -117,6 +117,14 @@ class Judge:
         """A write goes to the engine."""
         book = self.legs[write.leg]
         check(not (book.is_quiesced or book.is_finished), "posted after quiesced", f"{write.leg}")
+        notice = write.action.notice
+        receive = write.target.core.receives.get(notice.transfer)
+        if write.epoch != write.target.epoch and receive is not None and receive.generation == notice.generation:
+            is_lent = any(
+                leg.source.incarnation == write.sender.incarnation and notice.slot in leg.credits
+                for leg in receive.legs
+            )
+            check(not is_lent, "written to an old region", f"{write.leg}: slot {notice.slot} was lent in the new one")
 
     def begun(self, agent: SimPrefill, legs: tuple[Leg, ...]) -> None:
         """An operation of these legs has been begun, or given up, by its executor."""

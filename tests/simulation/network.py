@@ -1,8 +1,8 @@
 """Control connections between agents: ordered both ways, and what breaks them.
 
 A reset loses the newest messages of both directions, unseen by either side. As faults beyond what a connection may
-do, a message overtakes those before it, or comes twice: order is what the cores live from, never what their safety
-rests on.
+do, a single message is lost, overtakes those before it, or comes twice: order is what the cores live from, never what
+their safety rests on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from kvxfer.control.messages import Credits
+from kvxfer.control.messages import (
+    Credits,
+    Finished,
+    LegStatus,
+    Ping,
+    Pulled,
+    Query,
+    Quiesced,
+    QuiescedAck,
+    Segment,
+    Want,
+)
+from tests.simulation import pairing
 from tests.simulation.choices import DelayShape
 from tests.simulation.clock import Clock
 
@@ -21,6 +33,22 @@ if TYPE_CHECKING:
     from tests.simulation.schedule import Faults
 
 M = TypeVar("M")
+
+RECOVERED = (
+    Ping,
+    Credits,
+    Query,
+    QuiescedAck,
+    Pulled,
+    Want,
+    Segment,
+    Finished,
+    Quiesced,
+    LegStatus,
+    pairing.Rotated,
+    pairing.RotationTaken,
+)
+"""What may be lost without harm to any transfer, because it is said again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +71,7 @@ class Pipe(Generic[M]):
 
     def send(self, message: M) -> None:
         """Deliver `message` after any delay, behind those sent before."""
-        sent = _Sent(message)
+        sent = _Sent(message, isinstance(message, RECOVERED) and self.faults.is_due(self._lose(message)))
         self.under_way.append(sent)
         at = self.clock.now + self.faults.delay_s(self.shape)
         if at < self.last_at and self.faults.is_due(self.faults.overtake):
@@ -52,16 +80,18 @@ class Pipe(Generic[M]):
             self.last_at = at = max(at, self.last_at)
         self.faults.late_until = max(self.faults.late_until, at - 1.0)
         self.clock.after(at - self.clock.now, lambda: self._arrive(sent))
-        # Credits carry no number: told twice, they would count twice. No connection repeats; the others bear even that.
-        if not isinstance(message, Credits) and self.faults.is_due(self.faults.repeat):
+        if self.faults.is_due(self.faults.repeat):
             self.on_fault()
             self.clock.after(at - self.clock.now + self.faults.delay_s(self.shape), lambda: self.deliver(message))
 
-    def lose_newest(self, num_kept: int) -> list[M]:
+    def _lose(self, message: M) -> int:
+        """The chance that it is lost. Rotations are rare, so theirs is large."""
+        return min(500, 20 * self.faults.lose) if isinstance(message, pairing.Rotated) else self.faults.lose
+
+    def lose_newest(self, num_kept: int) -> None:
         """Lose all that is under way but the oldest `num_kept`."""
         for sent in self.under_way[num_kept:]:
             sent.is_lost = True
-        return [sent.message for sent in self.under_way[num_kept:]]
 
     def _arrive(self, sent: _Sent[M]) -> None:
         self.under_way.remove(sent)
@@ -95,9 +125,5 @@ class Link:
         """Lose the newest messages of both directions."""
         world = self.prefill.world
         world.taint_pair(self.prefill.incarnation, self.decode.incarnation)
-        lost = self.to_prefill.lose_newest(num_kept)
+        self.to_prefill.lose_newest(num_kept)
         self.to_decode.lose_newest(num_kept)
-        if any(isinstance(message, Credits) for message in lost):
-            # Nobody gives them again: the leg keeps slots of both sides until its deadline.
-            world.taint_agent(self.prefill.incarnation)
-            world.taint_agent(self.decode.incarnation)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Decode agent: pair with me. `epoch` numbers its engine object, whose metadata a real hello carries."""
+    """Decode agent: pair with me. `epoch` numbers the regions of its landing slots."""
 
     expected: str  # incarnation that the ticket named
     epoch: int
@@ -35,6 +35,13 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class Rotated:
-    """Decode agent: my engine object is a new one; write to this one from now on."""
+    """Decode agent: my landing slots lie elsewhere; write there from now on."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RotationTaken:
+    """Prefill agent: I do."""
 
     epoch: int

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.control.messages import AbortLeg
+import msgspec
+
+from kvxfer.control.messages import AbortLeg, Credits, DecodeToPrefill
 from kvxfer.decode.receive import Receive, ReceiveLeg
 from kvxfer.prefill.leg import Leg, PeerInfo
 from kvxfer.prefill.peers import LegKey, Peer
@@ -29,6 +31,8 @@ class Bug(enum.Enum):
     NO_TOMBSTONE = "no-tombstone"  # an abort that finds no leg leaves nothing behind
     QUIESCED_COUNTS_POSTED = "quiesced-counts-posted"
     TERMINAL_BEFORE_DRAINED = "terminal-before-drained"
+    LOST_CREDITS_FORGOTTEN = "lost-credits-forgotten"
+    REGION_NOT_CHECKED = "region-not-checked"  # credits are used whatever region they mean
 
 
 def plant_in_prefill(bug: Bug | None, agent: SimPrefill) -> None:
@@ -47,7 +51,7 @@ def plant_in_prefill(bug: Bug | None, agent: SimPrefill) -> None:
         case Bug.NO_TOMBSTONE:
 
             def peer_paired(info: PeerInfo) -> None:
-                agent.core.peers[info.incarnation] = _ForgetfulPeer(info)
+                agent.core.peers[info.incarnation] = _ForgetfulPeer(info, info.region_id)
                 life.sender.num_peers = len(agent.core.peers)
 
             def give_up(peer: str, abort: AbortLeg, now: float) -> None:
@@ -64,6 +68,16 @@ def plant_in_prefill(bug: Bug | None, agent: SimPrefill) -> None:
                     life.send_quiesced(leg, now)
 
             _replace(life, "quiesce", quiesce)
+        case Bug.REGION_NOT_CHECKED:
+            receive = agent.core.receive
+
+            def receive_any(peer: str, message: DecodeToPrefill, now: float) -> None:
+                known = agent.core.peers.get(peer)
+                if isinstance(message, Credits) and known is not None:
+                    message = msgspec.structs.replace(message, region_id=known.region_id)
+                receive(peer, message, now)
+
+            _replace(agent.core, "receive", receive_any)
 
 
 def plant_in_decode(bug: Bug | None, agent: SimDecode) -> None:
@@ -87,6 +101,8 @@ def plant_in_decode(bug: Bug | None, agent: SimDecode) -> None:
                 receive.num_scattering = num_scattering
 
             _replace(core._life, "settle", settle_at_once)
+        case Bug.LOST_CREDITS_FORGOTTEN:
+            _replace(core._life.lender, "repeat", lambda _leg, _num_known: None)
 
 
 class _ForgetfulPeer(Peer):

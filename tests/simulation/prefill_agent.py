@@ -75,7 +75,10 @@ class SimPrefill(SimAgent[Action]):
             case pairing.Goodbye():
                 self._lose_peer(peer, Reason.PEER_LOST)
             case pairing.Rotated():
-                self._epochs[peer] = message.epoch
+                if message.epoch >= self._epochs[peer]:
+                    self._epochs[peer] = message.epoch
+                    self.core.region_moved(peer, message.epoch)
+                    link.to_decode.send(pairing.RotationTaken(message.epoch))
             case _:
                 self.core.receive(peer, cast(DecodeToPrefill, message), self.clock.now)
 
@@ -91,7 +94,7 @@ class SimPrefill(SimAgent[Action]):
         self.links[peer], self.heard_at[peer], self._epochs[peer] = link, self.clock.now, hello.epoch
         decode = link.decode
         route = self.world.setup.topology.route(self.idx, decode.group_idx, decode.rank)
-        self.core.peer_paired(PeerInfo(peer, route, SLOT_BYTES, decode.world_size))
+        self.core.peer_paired(PeerInfo(peer, route, SLOT_BYTES, decode.world_size, region_id=hello.epoch))
         link.to_decode.send(pairing.Welcome())
 
     def _lose_peer(self, peer: str, reason: Reason) -> None:

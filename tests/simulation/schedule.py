@@ -14,14 +14,15 @@ SETTLED_AT_S = 12.0
 
 @dataclass(slots=True, eq=False)
 class Faults:
-    """Chances per mille: a write fails, a gather or scatter fails, a message overtakes others or comes twice, a loop is
-    stopped between two actions."""
+    """Chances per mille: a write fails, a gather or scatter fails, a message overtakes others, comes twice or is lost,
+    a loop is stopped between two actions."""
 
     choices: Choices
     engine: int = 0
     executor: int = 0
     overtake: int = 0
     repeat: int = 0
+    lose: int = 0
     interrupt: int = 0
     are_on: bool = True
     late_until: float = 0.0  # a message that takes longer than a second is under way until then
@@ -63,6 +64,7 @@ def draw_setup(choices: Choices) -> Setup:
         executor=choices.one_of((0, 0, 0, 20)),
         overtake=choices.one_of((0, 0, 500)),
         repeat=choices.one_of((0, 0, 0, 30)),
+        lose=choices.one_of((0, 0, 30, 200)),
         interrupt=choices.one_of((0, 0, 5, 20)),
     )
     return Setup(

@@ -15,6 +15,8 @@ _KINDS = {
     Bug.NO_TOMBSTONE: {"emitted after quiesced", "fair transfer failed"},  # the dead leg takes slots, or fails others
     Bug.QUIESCED_COUNTS_POSTED: {"quiesced too early"},
     Bug.TERMINAL_BEFORE_DRAINED: {"event over scatters"},
+    Bug.LOST_CREDITS_FORGOTTEN: {"fair transfer failed"},
+    Bug.REGION_NOT_CHECKED: {"written to an old region"},
 }
 
 

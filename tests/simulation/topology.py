@@ -18,6 +18,7 @@ import pytest
 import kvxfer.decode.chunks
 import kvxfer.decode.lifecycle
 import kvxfer.prefill.lifecycle
+import kvxfer.prefill.planning
 import kvxfer.routes
 import kvxfer.wire
 from kvxfer.layout import Group, Placement, PoolLayout, Shard
@@ -136,7 +137,12 @@ def cached_plans() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     plan_chunk = _cached(kvxfer.wire.plan_chunk, id)
     check_complete = _cached(kvxfer.routes.check_complete, lambda routes: tuple(map(id, routes)))
-    for module in (kvxfer.prefill.lifecycle, kvxfer.decode.lifecycle, kvxfer.decode.chunks):
+    for module in (
+        kvxfer.prefill.lifecycle,
+        kvxfer.prefill.planning,
+        kvxfer.decode.lifecycle,
+        kvxfer.decode.chunks,
+    ):
         patch.setattr(module, "plan_chunk", plan_chunk)
     patch.setattr(kvxfer.decode.lifecycle, "check_complete", check_complete)
     try:

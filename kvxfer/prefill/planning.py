@@ -1,0 +1,152 @@
+"""Chunks on the prefill side, from submit to the first row: planned for a leg, announced, released when they are ready.
+
+A chunk is planned as soon as its leg is there, so that its peer and whoever moves its rows can prepare; no row is read
+before the timeline of the worker's stream says that it is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from kvxfer.addresses import PageTable, count_runs, resolve
+from kvxfer.control.messages import Chunk, PullChunk
+from kvxfer.errors import LayoutError
+from kvxfer.operations import SegmentSource
+from kvxfer.prefill.actions import Gather
+from kvxfer.prefill.leg import ChunkWork, Leg, Mode, UnreadyChunk
+from kvxfer.prefill.lifecycle import Lifecycle
+from kvxfer.prefill.policy import choose_mode
+from kvxfer.prefill.transfer import NO_PAGES, SubmittedChunk, Transfer
+from kvxfer.transfer import LegState, Reason
+from kvxfer.wire import plan_chunk
+
+_log = logging.getLogger("kvxfer.prefill")
+
+
+def plan_for_leg(life: Lifecycle, transfer: Transfer, leg: Leg, chunk: SubmittedChunk, now: float) -> None:
+    """Plan one chunk of an active leg, announce it, queue its segments; no row is read before it is ready."""
+    if leg.state is not LegState.ACTIVE:
+        return
+    assert life.layout is not None
+    began_s = time.perf_counter()
+    route, grant = leg.peer.route, leg.grant
+    tables = tuple(chunk.tables.get(group.name, NO_PAGES) for group in route.groups)
+    ranges = tuple(table.token_range for table in tables)
+    try:
+        plan = plan_chunk(route, ranges, grant.wanted, grant.have, chunk.layers, leg.peer.segment_bytes)
+        addresses = resolve(plan, route, "src", life.layout, tables)
+    except LayoutError as error:
+        life.fail(transfer, Reason.LAYOUT_MISMATCH, str(error), now)
+        return
+    if plan.num_segments and leg.mode is Mode.P2P and leg.lease is None:
+        life.fail(transfer, Reason.PEER_REFUSED, "mode p2p: no lease word is free", now)
+        return
+    num_runs = count_runs(plan, addresses)
+    leg.num_chunks += 1
+    leg.num_rows += plan.num_rows
+    leg.num_segments += plan.num_segments
+    leg.num_bytes += plan.num_bytes
+    leg.num_runs += num_runs
+    plan_s = time.perf_counter() - began_s
+    transfer.plan_s += plan_s
+    life.totals.plan_s += plan_s
+    announcement = Chunk(
+        transfer=leg.transfer,
+        generation=grant.generation,
+        chunk=chunk.chunk,
+        ranges=ranges,
+        layers=chunk.layers,
+        num_segments=plan.num_segments,
+        num_bytes=plan.num_bytes,
+    )
+    if plan.num_segments and leg.mode is Mode.AUTO:
+        _choose(life, leg, num_runs, plan.num_bytes)
+    what: ChunkWork | PullChunk
+    if plan.num_segments and leg.mode is Mode.P2P:
+        what = _to_pull(leg, announcement, tables)
+    else:
+        life.send(leg, announcement)
+        what = ChunkWork(chunk.chunk, SegmentSource(plan, addresses))
+    if plan.num_segments and chunk.ready > life.timeline:
+        leg.unready.append(UnreadyChunk(chunk.ready, what))
+    else:
+        _release(life, leg, what)
+
+
+def _release(life: Lifecycle, leg: Leg, what: ChunkWork | PullChunk) -> None:
+    """The rows of a planned chunk may be read."""
+    if isinstance(what, PullChunk):
+        leg.pulling.add(what.chunk)
+        life.send(leg, what)
+    else:
+        life.sender.add_work(leg, what)
+
+
+def reach_timeline(life: Lifecycle, value: int, now: float) -> None:
+    """The worker's stream has come so far: go on with the chunks that were waiting for it."""
+    if value <= life.timeline:
+        return
+    life.timeline = value
+    for transfer in list(life.transfers.values()):
+        has_released = False
+        for leg in transfer.legs.values():
+            ready = [each for each in leg.unready if each.ready <= value]
+            leg.unready = [each for each in leg.unready if each.ready > value]
+            for each in ready:
+                _release(life, leg, each.what)
+            has_released = has_released or bool(ready)
+        if has_released:
+            life.advance(transfer, now)
+
+
+def _choose(life: Lifecycle, leg: Leg, num_runs: int, num_bytes: int) -> None:
+    """Settle the way of a leg with its first rows."""
+    choice = choose_mode(
+        can_pull=leg.grant.can_pull and leg.lease is not None,
+        may_send_raw=life.may_send_raw and not leg.peer.verify,
+        figures=leg.peer.figures,
+        num_runs=num_runs,
+        num_bytes=num_bytes,
+        segment_bytes=leg.peer.segment_bytes,
+    )
+    leg.mode = choice.mode
+    life.num_chosen[choice.mode] += 1
+    _log.debug("transfer %s to %s: %s, %s", leg.transfer, leg.peer.incarnation, choice.mode.value, choice.why)
+
+
+def _to_pull(leg: Leg, chunk: Chunk, tables: tuple[PageTable, ...]) -> PullChunk:
+    """What tells a peer that has the pool mapped where the chunk's rows lie and under which lease they may be read."""
+    assert leg.lease is not None
+    word, value = leg.lease
+    return PullChunk(
+        transfer=chunk.transfer,
+        generation=chunk.generation,
+        chunk=chunk.chunk,
+        ranges=chunk.ranges,
+        layers=chunk.layers,
+        num_segments=chunk.num_segments,
+        num_bytes=chunk.num_bytes,
+        pages=tuple(table.pages.astype("<u4").tobytes() for table in tables),
+        lease_word=word,
+        lease_value=value,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What whoever moves rows should prepare for."""
+
+    num_gathers: int
+    """Gathers that were not taken as actions yet, or will follow if nothing ends early, as far as it is planned."""
+    ready: int
+    """The lowest value of the worker's timeline that a chunk is waiting for; 0 for none."""
+
+
+def look_ahead(life: Lifecycle) -> Outlook:
+    """The outlook now."""
+    num_emitted = sum(isinstance(action, Gather) for action in life.outbox)
+    num_planned = sum(transfer.num_gathers_to_come for transfer in life.transfers.values())
+    legs = [leg for transfer in life.transfers.values() for leg in transfer.legs.values()]
+    return Outlook(num_emitted + num_planned, min((each.ready for leg in legs for each in leg.unready), default=0))
