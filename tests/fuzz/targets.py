@@ -16,7 +16,17 @@ import msgspec
 from kvxfer.control.auth import AllowList, read_secret_key
 from kvxfer.control.codec import decode, decode_ticket, encode, encode_ticket
 from kvxfer.control.handoff_listener import _decode_offer
-from kvxfer.control.handoff_messages import HANDOFF_VERSION, PoolOffer
+from kvxfer.control.handoff_messages import (
+    HANDOFF_VERSION,
+    LENGTH,
+    PoolAccepted,
+    PoolOffer,
+    PoolRefused,
+    SharedStream,
+    SlotsMoved,
+    decode_word,
+    pack,
+)
 from kvxfer.control.messages import DecodeToPrefill, Hello, Open, PrefillToDecode, Submit
 from kvxfer.control.peer_channel import new_keys
 from kvxfer.control.pull_share import PullOffer, PullRefusal, PullRequest, _parse_answer, _request_decoder
@@ -59,6 +69,15 @@ def fuzz_handoff(data: bytes) -> None:
         return
     assert offer.version == HANDOFF_VERSION
     assert all(group.extent_bytes <= offer.num_bytes for group in offer.layout.groups)
+
+
+def fuzz_handoff_answer(data: bytes) -> None:
+    """What an agent says on the hand-off connection."""
+    try:
+        word = decode_word(data)
+    except HandoffError:
+        return
+    assert decode_word(pack(word)[LENGTH.size :]) == word
 
 
 def fuzz_metadata(data: bytes) -> None:
@@ -192,6 +211,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "frame": fuzz_frame,
     "ticket": fuzz_ticket,
     "handoff": fuzz_handoff,
+    "handoff_answer": fuzz_handoff_answer,
     "metadata": fuzz_metadata,
     "pull": fuzz_pull,
     "config": fuzz_config,
@@ -204,7 +224,13 @@ _encode = msgspec.msgpack.encode
 SEEDS: dict[str, tuple[bytes, ...]] = {
     "frame": _FRAMES,
     "ticket": (encode_ticket(TICKET).encode(),),
-    "handoff": (_encode(_OFFER),),
+    "handoff": (_encode(_OFFER), _encode(msgspec.structs.replace(_OFFER, placement="worker"))),
+    "handoff_answer": (
+        _encode(PoolAccepted(pool=POOL)),
+        _encode(PoolAccepted(pool=POOL, stream=SharedStream(ring_bytes=1 << 24, num_lanes=16, slots_bytes=1 << 26))),
+        _encode(SlotsMoved(move=3, slots_bytes=1 << 26)),
+        _encode(PoolRefused(detail="no")),
+    ),
     "metadata": (encode_metadata(_METADATA),),
     "pull": (
         _encode(PullRequest(incarnation=PREFILLER, pool=POOL)),
