@@ -47,7 +47,8 @@ class EngineObject(PostingEngine, Protocol):
     def drop_peer(self, peer: str) -> None: ...
 
     def is_stale_for(self, metadata: Metadata) -> bool:
-        """Whether this object remembers a dead process in the place of the peer with `metadata`."""
+        """Whether this object should be replaced before the peer with `metadata` is added: it remembers a dead process
+        in its place, or holds too much of peers that are gone."""
         ...
 
     def path(self, peer: str) -> str: ...

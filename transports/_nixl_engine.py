@@ -34,6 +34,7 @@ _PROGRESS_INTERVAL_US = 1000
 MAX_POST_ENTRIES = 8192
 MAX_PEER_ENTRIES = 4 * MAX_POST_ENTRIES
 MAX_RESTING_PEERS = 64
+MAX_UNREACHABLE_PEERS = 16
 _RDMA_DEVICES = pathlib.Path("/sys/class/infiniband")
 _logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class NixlEngine:
         self._resting: OrderedDict[str, None] = OrderedDict()  # endpoints of dropped peers that are still loaded
         self._faulty: set[str] = set()  # endpoints that a write has failed to, or may still be under way to
         self._endpoint_of: dict[int, str] = {}  # by handle
+        self._num_unreachable = 0  # peers that were gone when they were to be loaded
         self.mapped_errors = (
             bindings.nixlBackendError,
             bindings.nixlCancelledError,
@@ -148,8 +150,12 @@ class NixlEngine:
         return bytes(self._agent.getLocalMD())
 
     def add_peer(self, peer: str, metadata: Metadata) -> None:
-        with self.map_nixl_errors(Outcome.FAILED, f"loading the metadata of peer {peer}"):
-            loaded = self._agent.loadRemoteMD(metadata.engine)
+        try:
+            with self.map_nixl_errors(Outcome.FAILED, f"loading the metadata of peer {peer}"):
+                loaded = self._agent.loadRemoteMD(metadata.engine)
+        except UnreachablePeerError:
+            self._num_unreachable += 1
+            raise
         name = loaded.decode(errors="replace") if isinstance(loaded, bytes) else loaded
         if name != metadata.endpoint:
             raise EngineError(Outcome.FAILED, f"metadata of peer {peer}: got one of {name}, not {metadata.endpoint}")
@@ -157,7 +163,8 @@ class NixlEngine:
         self._peers[peer] = metadata
 
     def is_stale_for(self, metadata: Metadata) -> bool:  # noqa: ARG002 - a restarted peer has another endpoint
-        return False
+        # UCX keeps a descriptor for each connection that was refused, until the object is destroyed.
+        return self._num_unreachable >= MAX_UNREACHABLE_PEERS
 
     def path(self, peer: str) -> str:
         metadata = self._peers.get(peer)

@@ -248,11 +248,15 @@ class Stage:
     def census(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         return {name: self.ask(name, do="census")["census"] for name in names}
 
-    def expect_census(self, wanted: dict[str, dict[str, Any]], timeout_s: float = 15.0) -> None:
-        """Wait until these processes hold what `wanted` says again."""
+    def expect_census(
+        self, wanted: dict[str, dict[str, Any]], timeout_s: float = 15.0, *, num_spare_fds: int = 0
+    ) -> None:
+        """Wait until these processes hold what `wanted` says again, and up to `num_spare_fds` descriptors more."""
         deadline = time.monotonic() + timeout_s
         while True:
             found = self.census(list(wanted))
+            for name, held in found.items():
+                held["fds"] -= min(max(0, held["fds"] - wanted[name]["fds"]), num_spare_fds)
             if all(found[name] == wanted[name] for name in wanted):
                 return
             if time.monotonic() > deadline:

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from kvxfer.transports._nixl_engine import MAX_UNREACHABLE_PEERS
 from kvxfer.transports._ucx_log import UcxLog
 
 _TABLES = """\
@@ -101,3 +102,42 @@ def test_every_exception_of_nixl_is_mapped_but_the_one_about_telemetry() -> None
         [sys.executable, "-c", _LIST_UNMAPPED], capture_output=True, text=True, timeout=60, check=True
     )
     assert ended.stdout.split() == ["nixlNoTelemetryError"]
+
+
+_PUBLISH = """
+import os
+from kvxfer.transports import create_transport
+transport = create_transport("nixl", incarnation="c" * 32)
+print(transport.metadata().hex(), flush=True)
+os._exit(0)
+"""
+_ADD_DEAD = """
+import os, sys
+from kvxfer.errors import PeerLostError
+from kvxfer.transports import create_transport, exit_process
+transport = create_transport("nixl", incarnation="a" * 32, is_target=False)
+counts = [len(os.listdir("/proc/self/fd"))]
+for number in range(int(sys.argv[2])):
+    try:
+        transport.add_peer(f"{number:032x}", bytes.fromhex(sys.argv[1]))
+    except PeerLostError:
+        counts.append(len(os.listdir("/proc/self/fd")))
+transport.close()
+print(len(counts) - 1, max(counts) - counts[0])
+exit_process(0)
+"""
+
+
+@pytest.mark.nixl
+def test_peers_that_are_gone_cost_a_bounded_number_of_descriptors() -> None:
+    """UCX keeps one for each connection that was refused; a new engine object drops them."""
+    num_added = 2 * MAX_UNREACHABLE_PEERS + 3
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-c", *arguments]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
+
+    metadata = run(_PUBLISH).strip()
+    num_refused, num_kept = run(_ADD_DEAD, metadata, str(num_added)).split()
+    assert int(num_refused) == num_added
+    assert int(num_kept) <= MAX_UNREACHABLE_PEERS
