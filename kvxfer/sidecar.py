@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,7 +30,6 @@ from kvxfer.transports.registry import create_transport
 from kvxfer.worker_desk import WorkerAgent, WorkerDesk
 
 TICK_S = 0.1
-_LAST_WORDS_S = 0.1
 MAX_MESSAGES_PER_TURN = 512
 
 
@@ -181,9 +179,6 @@ class Sidecar:
         """Give back sockets, engine, threads and memory, in this order. Calling it again does nothing."""
         self._handlers.clear()
         self.desk.seat.end_rows()  # no stream of the worker is left waiting for the rest
-        if self.desk.has_worker:
-            # ZMQ sends in a thread of its own: what was said last leaves before the hang-up.
-            select.select([], [], [], _LAST_WORDS_S)
         self._stack.close()
 
     def drain(self, channel: Channel, handle: Callable[[bytes, Message, int], None]) -> None:

@@ -79,14 +79,10 @@ class WorkerDesk:
         self._slots = slots
         self._worker: bytes | None = None
         self._waiting_worker: tuple[bytes, AttachWorker, int] | None = None  # of the next pool
+        self._num_events = 0  # that this worker was sent
         self._events: deque[TransferEvent] = deque()  # for the worker: at most two a transfer that it opened
         self._num_entries: int | None = None  # that the worker is to be asked for
         self._move_told = 0  # the last move of the slots that the worker has heard of
-
-    @property
-    def has_worker(self) -> bool:
-        """Whether a worker is attached."""
-        return self._worker is not None
 
     @property
     def has_news(self) -> bool:
@@ -96,6 +92,8 @@ class WorkerDesk:
     def close(self) -> None:
         """Leave no stream of the worker waiting, hang up, give the pools back. Nothing touches them any more."""
         self.seat.end_rows()
+        if self._worker is not None and self.seat.pool is not None:
+            self.handoffs.say_last(self.seat.pool.pool, self._num_events)
         self._worker = None
         self.handoffs.close()
         self.channel.close()
@@ -125,6 +123,7 @@ class WorkerDesk:
             if not self.channel.send(self._worker, encode(self._events[0])):
                 return
             self._events.popleft()
+            self._num_events += 1
 
     def receive(self, drain: Drain, now: float) -> None:
         """Serve the requests that have arrived."""
@@ -153,7 +152,8 @@ class WorkerDesk:
             if pool is None or message.pool != pool.pool:
                 raise RefusedError("attach: this agent serves another worker's pool; one agent serves one worker")
             reply = self._agent.worker_attached(pool.layout, now)
-            self._worker = sender
+            if sender != self._worker:
+                self._worker, self._num_events = sender, 0
             self._move_told = pool.move
             self.tell_of_move()
             return reply

@@ -66,6 +66,8 @@ class ClientCore:
         self.dropped = 0
         self.num_entries_wanted = 0
         """Entries that the agent wants enqueued, counted since the ring was made."""
+        self.num_events = 0
+        """Events that have come from the agent, also of transfers that are not open."""
         self._has_stream = has_stream
         self.lost: str | None = None
         """Why there is no agent any more; None while there is one."""
@@ -108,6 +110,7 @@ class ClientCore:
             self.dropped += 1
             return
         if isinstance(message, TransferEvent):
+            self.num_events += 1
             self._apply_event(message)
         elif isinstance(message, MoreEntries) and self._has_stream:
             self.num_entries_wanted = max(self.num_entries_wanted, message.num_entries)

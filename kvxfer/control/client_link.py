@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvxfer.control.channel import REMOTE, WorkerConnection
+from kvxfer.control.channel import REMOTE, Selector, WorkerConnection
 from kvxfer.control.client_core import ClientCore
 from kvxfer.control.handoff import HandoffConnection, StreamMemory, hand_over, share_stream
 from kvxfer.control.handoff_messages import PoolPlacement
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvxfer.streams.device import DevicePool
     from kvxfer.streams.row_stream import RowStream
 
-_LAST_WORDS_S = 0.2
+_LAST_EVENTS_S = 1.0
 _BACKLOG_S = 0.005
 
 
@@ -125,8 +125,7 @@ class AgentLink:
             self._map_moved_slots()
         except HandoffError as error:
             gone = f"its slots have moved to memory that cannot be used here: {error}"
-        while (received := self.channel.receive()) is not None:
-            self.core.receive(received[1])
+        self._hear()
         if self.stream is not None:
             self.stream.want(self.core.num_entries_wanted)
         if gone is not None:
@@ -146,18 +145,21 @@ class AgentLink:
         if self.stream is not None:
             self.stream.end()
             self.stream.drain(DRAIN_S)
-        self._hear_last_words()
+        if self.handoff.num_events is not None:
+            self._hear_events(self.handoff.num_events)
         self.core.agent_lost(detail)
 
-    def _hear_last_words(self) -> None:
-        """What an agent says before it ends travels another way than its end, and may be a moment behind."""
-        until_s = time.monotonic() + _LAST_WORDS_S
-        while self.core.open_transfers and time.monotonic() < until_s:
-            received = self.channel.receive()
-            if received is None:
-                time.sleep(_LAST_WORDS_S / 50)
-            else:
-                self.core.receive(received[1])
+    def _hear_events(self, num_events: int) -> None:
+        """An agent that ended in good order has sent so many events; the last may be a moment behind its end."""
+        selector = Selector([self.channel])
+        until_s = time.monotonic() + _LAST_EVENTS_S
+        while self.core.num_events < num_events and (remaining_s := until_s - time.monotonic()) > 0:
+            selector.wait(remaining_s)
+            self._hear()
+
+    def _hear(self) -> None:
+        while (received := self.channel.receive()) is not None:
+            self.core.receive(received[1])
 
     def close(self) -> None:
         """Let the stream come to rest, then close both wires: the agent takes the worker for gone. Calling it again

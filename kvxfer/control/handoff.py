@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from kvxfer.control.handoff_messages import (
     FrameReader,
+    LastWord,
     PoolOffer,
     PoolRefused,
     SharedStream,
@@ -65,6 +66,8 @@ class HandoffConnection:
     def __init__(self, connection: socket.socket, reader: FrameReader, pool: str) -> None:
         """Take over `connection` and `reader`. Use `hand_over` or `share_stream`."""
         self.pool = pool
+        self.num_events: int | None = None
+        """Events that the agent has sent in all, once it has said so because it ends in good order."""
         self._socket = connection
         self._reader = reader
         self._is_readable = True  # until the agent says what nobody understands
@@ -120,7 +123,9 @@ class HandoffConnection:
         except HandoffError:
             self._is_readable = False
             return
-        if isinstance(word, SlotsMoved):
+        if isinstance(word, LastWord):
+            self.num_events = word.num_events
+        elif isinstance(word, SlotsMoved):
             if not self._reader.fds:
                 raise HandoffError("slots descriptor: got none, expected the one of the moved slots")
             slots = HostMemory.attach(self._reader.fds.pop(0), word.slots_bytes, "slots")
@@ -193,7 +198,7 @@ def _exchange(
     word = decode_word(_receive(connection, reader, deadline_s))
     if isinstance(word, PoolRefused):
         raise HandoffError(word.detail)
-    if isinstance(word, SlotsMoved) or (word.stream is None) != (offer.placement == "agent"):
+    if isinstance(word, SlotsMoved | LastWord) or (word.stream is None) != (offer.placement == "agent"):
         raise HandoffError(f"reply: got {word}, expected an answer to an offer with placement {offer.placement}")
     return word.pool, None if word.stream is None else _attach_stream(reader, word.stream)
 

@@ -20,6 +20,7 @@ from kvxfer.control.handoff_messages import (
     HANDOFF_VERSION,
     FrameReader,
     HandoffMessage,
+    LastWord,
     PoolAccepted,
     PoolOffer,
     PoolRefused,
@@ -145,6 +146,13 @@ class HandoffListener:
         for connection in self._connections.values():
             if connection.pool == pool:
                 connection.say(SlotsMoved(move=move, slots_bytes=slots.num_bytes), [slots.fd])
+
+    def say_last(self, pool: str, num_events: int) -> None:
+        """Tell the worker of `pool`, who is about to see the end, how many events it was sent, so that it hears them
+        all before it takes its agent for lost."""
+        for connection in self._connections.values():
+            if connection.pool == pool:
+                connection.say(LastWord(num_events=num_events))
 
     def close(self) -> None:
         """Hang up on every worker and stop listening. Mapped pools stay with whoever has them.

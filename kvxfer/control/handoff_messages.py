@@ -71,8 +71,15 @@ class SlotsMoved(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     slots_bytes: Counter
 
 
-HandoffMessage = PoolOffer | PoolAccepted | PoolRefused | SlotsMoved
-AgentWord = PoolAccepted | PoolRefused | SlotsMoved
+class LastWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="last_word"):
+    """Agent to worker, before it hangs up in good order: it has sent so many events on the control channel since the
+    worker attached, which travel another way than the end of this connection."""
+
+    num_events: Counter
+
+
+HandoffMessage = PoolOffer | PoolAccepted | PoolRefused | SlotsMoved | LastWord
+AgentWord = PoolAccepted | PoolRefused | SlotsMoved | LastWord
 
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder = msgspec.msgpack.Decoder(AgentWord)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvxfer.control import messages as m
 from kvxfer.control.handoff_messages import (
     HandoffMessage,
+    LastWord,
     PoolAccepted,
     PoolOffer,
     PoolRefused,
@@ -178,5 +179,6 @@ HANDOFF_EXAMPLES: dict[str, HandoffMessage] = {
         pool=POOL, stream=SharedStream(ring_bytes=1 << 24, num_lanes=16, slots_bytes=65 << 20)
     ),
     "slots_moved": SlotsMoved(move=3, slots_bytes=65 << 20),
+    "last_word": LastWord(num_events=7),
     "refused": PoolRefused(detail="pool descriptor: got 0 bytes"),
 }

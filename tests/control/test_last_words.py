@@ -1,0 +1,99 @@
+"""The end of an agent and its last events travel two ways: what a worker makes of the one before the others."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvxfer.control.channel import REMOTE, WorkerListener
+from kvxfer.control.client_link import AgentLink, HandedOver
+from kvxfer.control.codec import encode
+from kvxfer.control.handoff import HandoffConnection
+from kvxfer.control.handoff_messages import FrameReader, LastWord, pack
+from kvxfer.control.messages import Ok, TransferEvent
+from kvxfer.transfer import EventKind, Reason
+from tests.control.core_agent import A, B, C, event, open_
+from tests.control.waiting import next_frame
+
+LATE_S = 0.3
+
+
+class Ends:
+    """An agent's ends of both connections of a worker that has `A` and `B` open."""
+
+    def __init__(self, socket_dir: Path, stack: ExitStack) -> None:
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.handoff = stack.enter_context(own)
+        self.listener = stack.enter_context(WorkerListener(socket_dir))
+        self.link = AgentLink(socket_dir, HandedOver(HandoffConnection(other, FrameReader(other), C), 0.0))
+        stack.callback(self.link.close)
+        assert self.link.channel.send(REMOTE, b"who I am")
+        self.worker, _ = next_frame(self.listener)
+        for transfer in (A, B):
+            self.link.core.receive(encode(Ok(), self.link.core.request(open_(transfer))))
+        self.link.core.outgoing.clear()
+
+    def end(self, num_events: int | None) -> None:
+        """Say the last word, if any, and hang up."""
+        if num_events is not None:
+            self.handoff.sendall(pack(LastWord(num_events=num_events)))
+        self.handoff.close()
+
+    def say(self, *events: TransferEvent) -> None:
+        for each in events:
+            assert self.listener.send(self.worker, encode(each))
+
+    def heard(self) -> tuple[list[tuple[str, Reason | None]], float]:
+        """What the worker hears of its transfers when it looks once, and how long that takes."""
+        began_s = time.monotonic()
+        self.link.drain()
+        elapsed_s = time.monotonic() - began_s
+        assert self.link.core.lost is not None
+        events = [self.link.core.take_terminal(transfer) for transfer in (A, B)]
+        return [(each.transfer, each.reason) for each in events if each is not None], elapsed_s
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[Ends]:
+    with ExitStack() as stack:
+        yield Ends(tmp_path, stack)
+
+
+def test_events_that_come_after_the_end_are_heard_first(ends: Ends) -> None:
+    ends.say(event(C))  # of one that is not open here: it counts all the same
+    ends.end(3)
+    failed = [event(each, EventKind.FAILED, Reason.SHUTDOWN) for each in (A, B)]
+    late = threading.Timer(LATE_S, lambda: ends.say(*failed))
+    late.start()
+    heard, elapsed_s = ends.heard()
+    late.join()
+    assert heard == [(A, Reason.SHUTDOWN), (B, Reason.SHUTDOWN)]
+    assert LATE_S / 2 < elapsed_s < 0.95
+
+
+def test_no_longer_than_for_the_last_of_them(ends: Ends) -> None:
+    ends.say(event(A))
+    ends.end(1)
+    heard, elapsed_s = ends.heard()
+    assert heard == [(A, None), (B, Reason.AGENT_LOST)]
+    assert elapsed_s < LATE_S
+
+
+def test_an_event_that_never_comes_is_not_waited_for_without_end(ends: Ends) -> None:
+    ends.end(2)
+    heard, elapsed_s = ends.heard()
+    assert heard == [(A, Reason.AGENT_LOST), (B, Reason.AGENT_LOST)]
+    assert 0.9 < elapsed_s < 3
+
+
+def test_an_agent_that_was_killed_is_lost_at_once(ends: Ends) -> None:
+    ends.end(None)
+    heard, elapsed_s = ends.heard()
+    assert heard == [(A, Reason.AGENT_LOST), (B, Reason.AGENT_LOST)]
+    assert elapsed_s < 0.15
