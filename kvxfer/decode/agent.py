@@ -180,6 +180,9 @@ class DecodeAgent:
                         self._scatter(action)
                     case Pull():
                         self._pull(action, now)
+        if self._sidecar.pool is not None and self._sidecar.rows.has_timeline:
+            # A stream of the worker prepares for what has been announced, and drops what it has prepared for in vain.
+            self._sidecar.rows.expect(self._core.num_scatters_to_come, 0)
 
     def _scatter(self, scatter: Scatter) -> None:
         look = None

@@ -23,7 +23,7 @@ from kvxfer.control.messages import (
     Segment,
     Want,
 )
-from kvxfer.decode.actions import Action, PairWith, SendToPeer
+from kvxfer.decode.actions import Action, PairWith, Scatter, SendToPeer
 from kvxfer.decode.chunks import plan_received, segment_problem, source_addresses
 from kvxfer.decode.lifecycle import Lifecycle
 from kvxfer.decode.moves import Moves
@@ -71,6 +71,12 @@ class DecodeCore:
             slots=life.lender.slots.counts(),
             refused=dict(self.refused),
         )
+
+    @property
+    def num_scatters_to_come(self) -> int:
+        """Scatters that were not taken as actions yet, or will follow if nothing ends early, as far as announced."""
+        num_emitted = sum(isinstance(action, Scatter) for action in self._outbox)
+        return num_emitted + sum(receive.num_scatters_to_come for receive in self.receives.values())
 
     def take_actions(self) -> list[Action]:
         """What to do now, in order."""

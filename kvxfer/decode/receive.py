@@ -114,6 +114,13 @@ class Receive:
         return all(leg.has_come for leg in self.legs)
 
     @property
+    def num_scatters_to_come(self) -> int:
+        """Announced segments that have not come and may still be put into pages."""
+        if not self.is_open:
+            return 0
+        return sum(chunk.num_missing for leg in self.legs for chunk in leg.chunks.values() if not chunk.is_pulled)
+
+    @property
     def has_ended(self) -> bool:
         return self.state in (ReceiveState.LANDED, ReceiveState.ENDED)
 

@@ -139,8 +139,10 @@ class PrefillAgent:
         memory = self._sidecar.pool.memory
         self._core.may_send_raw = False
         if memory is None:
-            if self._mode is Mode.RAW:
-                raise RefusedError("mode raw needs a pool that the agent can map: hand it over with placement agent")
+            if self._mode in (Mode.RAW, Mode.P2P):
+                raise RefusedError(
+                    f"mode {self._mode.value} needs a pool that agents can map: hand it over with placement agent"
+                )
             return
         try:
             self._raw_region = self._sidecar.transport.register(Region(memory.address, memory.num_bytes, memory.fd))
@@ -166,13 +168,23 @@ class PrefillAgent:
                 ticket = Ticket(transfer=transfer, sources=sources, num_decode_groups=message.num_decode_groups)
                 return TicketMade(ticket=ticket)
             case Submit():
-                self._core.submit(message, now)
+                self._submit(message, now)
                 return Ok()
             case AbortTransfer():
                 self._core.abort(message.transfer, now)
                 return Ok()
             case _:
                 raise RefusedError(f"a prefill agent does not serve {type(message).__name__}")
+
+    def _submit(self, submit: Submit, now: float) -> None:
+        """Whoever moves the chunk's rows hears of it before the worker has its answer."""
+        self._look_at_timeline(now)
+        if submit.ready and not self._sidecar.rows.has_timeline:
+            raise RefusedError(
+                f"submit: ready: got {submit.ready}, expected 0: a pool that the agent maps has no timeline"
+            )
+        self._core.submit(submit, now)
+        self._tell_outlook()
 
     def begin_drain(self, now: float) -> None:
         """The agent was told to stop."""
@@ -254,6 +266,17 @@ class PrefillAgent:
                         self._gather(action)
                     case Write():
                         self._write(action, now)
+        self._tell_outlook()
+
+    def _tell_outlook(self) -> None:
+        """Let a stream of the worker prepare for what is planned, and drop what it has prepared for in vain."""
+        if self._sidecar.pool is not None and self._sidecar.rows.has_timeline:
+            outlook = self._core.outlook
+            self._sidecar.rows.expect(outlook.num_gathers, outlook.ready)
+
+    def _look_at_timeline(self, now: float) -> None:
+        if self._sidecar.pool is not None:
+            self._core.timeline_reached(self._sidecar.rows.timeline, now)
 
     def _gather(self, gather: Gather) -> None:
         look = None
@@ -290,6 +313,7 @@ class PrefillAgent:
         return WriteBatch(region, src, dst, runs.lengths.astype(np.uint64))
 
     def _poll_gathers(self, now: float) -> None:
+        self._look_at_timeline(now)
         for moved in self._sidecar.mover.poll():
             packed_digest = moved.result if isinstance(moved.result, bytes) else b""
             self._core.gather_ended(
