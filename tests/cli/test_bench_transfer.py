@@ -15,7 +15,7 @@ from kvxfer.cli.protocol import Compute, Computed, Done, FillRows, PatternRows
 from kvxfer.cli.transfer_case import TransferCase
 from kvxfer.control.messages import TransferStats
 from kvxfer.layout import LayerRange, Placement, Shard
-from kvxfer.ops.config import SlotConfig
+from kvxfer.ops.config import SlotConfig, TransportName
 
 _CASE = TransferCase(
     transport="loopback",
@@ -95,6 +95,18 @@ def test_cases_take_turns_on_one_stage_and_a_wire_is_never_exceeded() -> None:
     assert results[1].tail_s < results[1].elapsed_s - 0.005
     assert results[3].contiguous_s is not None
     assert results[3].path == "shared memory"
+
+
+@pytest.mark.parametrize("transport", ["loopback", pytest.param("nixl", marks=pytest.mark.nixl)])
+def test_streams_of_the_workers_move_every_row(transport: TransportName) -> None:
+    case = replace(_CASE, transport=transport, placement="worker")
+    results = run_cases([case, replace(case, mode="serial", num_ranks=1)], Steps())
+    for result in results:
+        facts = result.as_json()
+        assert facts["verified"], facts["problems"]
+        assert facts["placement"] == "worker"
+        assert facts["descriptors_sent"] == facts["segments"] > 0
+        assert facts["worker_us_per_segment"] > 0.0
 
 
 def test_workers_in_one_process_are_told_apart() -> None:
