@@ -63,6 +63,9 @@ class LoopbackFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     late_s: _Seconds = 0.1
 
 
+_NO_FAULTS = LoopbackFaults()  # without a draw a write
+
+
 class LoopbackOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """No faults, a wire without limits, and one thread that copies, unless asked for.
 
@@ -105,7 +108,7 @@ class LoopbackTransport:
     def __init__(self, options: LoopbackOptions | None = None) -> None:
         options = options or LoopbackOptions()
         self.counters = Counters()
-        self._faults = options.faults or LoopbackFaults()
+        self._faults = options.faults or _NO_FAULTS
         self._options = options
         self._random = random.Random(self._faults.seed)
         self._ids = itertools.count(1)
@@ -204,7 +207,7 @@ class LoopbackTransport:
 
     def _plan(self, write: _Write) -> None:
         """Draw the write's fate and put what follows from it on the schedule. `_changed` is held."""
-        fate, delay_s = ("done", 0.0) if self._options.faults is None else self._draw()
+        fate, delay_s = ("done", 0.0) if self._faults is _NO_FAULTS else self._draw()
         write.held_by_fault = fate in ("drop", "late") or delay_s > 0.0
         now_s = time.monotonic()
         if fate == "drop":
