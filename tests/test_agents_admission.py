@@ -15,9 +15,9 @@ from kvxfer.errors import ConfigError
 from kvxfer.ops.config import SecurityConfig
 from kvxfer.transfer import EventKind, Reason
 from tests.agent_world import WAIT_S, AgentWorld
+from tests.patience import SOON_S, until
 from tests.test_agents import Split
 
-SOON_S = 1.5
 SPLIT = Split()
 
 
@@ -48,17 +48,14 @@ def test_an_unlisted_decode_agent_fails_at_once_until_it_is_listed(tmp_path: Pat
         assert "add the key to its security.allowed_keys_file" in event.detail
         assert prefill._links._listener.counts.num_refused >= 1
         _allow(tmp_path / "allowed", decode.public_key)
-        deadline_s = time.monotonic() + SOON_S
-        while not prefill._links._listener._doorkeeper.admits(decode.public_key):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
+        until(lambda: prefill._links._listener._doorkeeper.admits(decode.public_key), "the file is read again", SOON_S)
         world.move(20)
 
 
 def test_a_decode_agent_that_is_struck_off_is_given_up(tmp_path: Path) -> None:
     with AgentWorld(tmp_path) as world:
         write_secret_key(tmp_path / "key", keys := new_keys())
-        world.start_prefill("p", security=_allow(tmp_path / "allowed", keys.public), peer_timeout_s=0.5)
+        world.start_prefill("p", security=_allow(tmp_path / "allowed", keys.public), peer_timeout_s=2.0)
         world.join_prefill("p", SPLIT.sources()[0])
         decode = world.start_decode("d", security=SecurityConfig(key_file=str(tmp_path / "key")))
         assert decode.public_key == keys.public
@@ -74,14 +71,15 @@ def test_a_decode_agent_goes_to_known_prefill_agents_only(tmp_path: Path) -> Non
     with AgentWorld(tmp_path) as world:
         prefill = world.start_prefill("p")
         world.join_prefill("p", SPLIT.sources()[0])
-        world.start_decode("d", security=_allow(tmp_path / "allowed"))
+        decode = world.start_decode("d", security=_allow(tmp_path / "allowed"))
         _, client = world.join_decode("d", SPLIT.target(0))
         event = _failed(client, world.begin(8).ticket)
         assert prefill.public_key in event.detail
         assert "is not in this agent's security.allowed_keys_file" in event.detail
         assert prefill._links._listener.counts.num_accepted == 0
         _allow(tmp_path / "allowed", prefill.public_key)
-        time.sleep(0.3)
+        allowed = decode._links._credentials.allowed
+        until(lambda: allowed is not None and prefill.public_key in allowed, "the file is read again", SOON_S)
         world.move(20)
 
 

