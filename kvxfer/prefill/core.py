@@ -13,14 +13,12 @@ from kvxfer.control.messages import (
     Credits,
     DecodeToPrefill,
     Grant,
-    LegStatus,
     Ping,
     Pulled,
     Query,
     Quiesced,
     QuiescedAck,
     Submit,
-    Want,
 )
 from kvxfer.errors import RefusedError
 from kvxfer.layout import PoolLayout
@@ -217,7 +215,8 @@ class PrefillCore:
                 if leg is not None:
                     leg.quiesced_acked = True
             case Query():
-                self._answer_query(peer, message)
+                leg = peer.legs.get((message.transfer, message.generation))
+                self._life.answer_query(peer.info.incarnation, leg, message)
             case _:
                 self.refused["unexpected"] += 1
 
@@ -284,7 +283,7 @@ class PrefillCore:
 
     def _abort_leg(self, peer: Peer, message: AbortLeg, now: float) -> None:
         key: LegKey = (message.transfer, message.generation)
-        leg = peer.legs.get(key) or self._leg_of_lost_pairing(peer, key)
+        leg = peer.legs.get(key) or self._life.leg_of_lost_pairing(peer.info.incarnation, key)
         if leg is None:
             peer.bury(key)
             self._life.give_up(peer.info.incarnation, message, now)
@@ -296,21 +295,6 @@ class PrefillCore:
             self._life.fail(transfer, Reason.ABORTED_BY_PEER, f"decode agent gave up: {message.reason.value}", now)
         if not leg.is_live:
             self._life.send_quiesced(leg, now)
-
-    def _leg_of_lost_pairing(self, peer: Peer, key: LegKey) -> Leg | None:
-        """The leg, if the peer has paired anew since and something of it may still run."""
-        transfer = self.transfers.get(key[0])
-        leg = transfer.legs.get(peer.info.incarnation) if transfer is not None else None
-        return leg if leg is not None and leg.key == key else None
-
-    def _answer_query(self, peer: Peer, message: Query) -> None:
-        leg = peer.legs.get((message.transfer, message.generation))
-        status = LegStatus(transfer=message.transfer, generation=message.generation, state="unknown")
-        self._life.outbox.append(SendToPeer(peer.info.incarnation, leg.status() if leg is not None else status))
-        if leg is not None and leg.state is LegState.ACTIVE and leg.num_wanted_sent:
-            # The last one may be lost, and a leg that holds slots without credits keeps others from theirs.
-            want = Want(transfer=leg.transfer, generation=message.generation, num_leased=leg.num_wanted_sent)
-            self._life.outbox.append(SendToPeer(peer.info.incarnation, want))
 
     # ---- ends of operations, time ----
 
@@ -345,13 +329,7 @@ class PrefillCore:
 
     def tick(self, now: float) -> None:
         """Time has passed: deadlines, and answers that were not acknowledged."""
-        for transfer in list(self.transfers.values()):
-            if transfer.reason is None and now >= transfer.deadline:
-                self._life.fail(transfer, Reason.DEADLINE, "the deadline of the prefill side has passed", now)
-            elif transfer.reason is None and any(now >= leg.deadline for leg in transfer.legs.values() if leg.is_live):
-                self._life.fail(transfer, Reason.DEADLINE, "the deadline of the decode side has passed", now)
-            elif transfer.reason is not None and not transfer.has_ended:
-                self._life.advance(transfer, now)
+        self._life.judge_deadlines(now)
         for peer in self.peers.values():
             for leg in peer.legs.values():
                 if leg.state is LegState.QUIET and not leg.quiesced_acked and now >= leg.quiesced_sent_at + RESEND_S:

@@ -1,4 +1,4 @@
-"""What becomes of a transfer on the prefill side: chunks planned, legs finished or stopped, events.
+"""What becomes of a transfer on the prefill side: legs finished or stopped, events.
 
 A transfer ends well when every leg has finished, otherwise all its legs stop with the first that does. Its terminal
 event waits for gathers that read the worker's pages, never for a peer.
@@ -13,9 +13,12 @@ from kvxfer.control.messages import (
     AbortLeg,
     Finished,
     LegFailed,
+    LegStatus,
     PrefillToDecode,
+    Query,
     Quiesced,
     TransferEvent,
+    Want,
 )
 from kvxfer.layout import PoolLayout
 from kvxfer.ops.totals import Totals
@@ -102,6 +105,22 @@ class Lifecycle:
         for transfer in transfers:
             self.advance(transfer, now)
 
+    def judge_deadlines(self, now: float) -> None:
+        """End what is too late on either side; look after what is ending."""
+        for transfer in list(self.transfers.values()):
+            if transfer.reason is None and now >= transfer.deadline:
+                self.fail(transfer, Reason.DEADLINE, "the deadline of the prefill side has passed", now)
+            elif transfer.reason is None and any(now >= leg.deadline for leg in transfer.legs.values() if leg.is_live):
+                self.fail(transfer, Reason.DEADLINE, "the deadline of the decode side has passed", now)
+            elif transfer.reason is not None and not transfer.has_ended:
+                self.advance(transfer, now)
+
+    def leg_of_lost_pairing(self, peer: str, key: tuple[str, int]) -> Leg | None:
+        """The leg, if `peer` has paired anew since and something of it may still run."""
+        transfer = self.transfers.get(key[0])
+        leg = transfer.legs.get(peer) if transfer is not None else None
+        return leg if leg is not None and leg.key == key else None
+
     def give_up(self, peer: str, abort: AbortLeg, now: float) -> None:
         """A decode agent gave a transfer up before its grant: its worker hears of it now, or when it submits."""
         transfer = self.transfers.get(abort.transfer)
@@ -129,6 +148,15 @@ class Lifecycle:
         leg.quiesced_sent_at = now
         unknown = tuple(leg.unknown_slots)
         self.send(leg, Quiesced(transfer=leg.transfer, generation=leg.grant.generation, unknown_slots=unknown))
+
+    def answer_query(self, peer: str, leg: Leg | None, query: Query) -> None:
+        """Say how far the leg is, where it is known."""
+        status = LegStatus(transfer=query.transfer, generation=query.generation, state="unknown")
+        self.outbox.append(SendToPeer(peer, leg.status() if leg is not None else status))
+        if leg is not None and leg.state is LegState.ACTIVE and leg.num_wanted_sent:
+            # The last one may be lost, and a leg that holds slots without credits keeps others from theirs.
+            want = Want(transfer=leg.transfer, generation=query.generation, num_leased=leg.num_wanted_sent)
+            self.outbox.append(SendToPeer(peer, want))
 
     def send(self, leg: Leg, message: PrefillToDecode) -> None:
         """To the leg's peer."""

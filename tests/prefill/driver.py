@@ -152,10 +152,19 @@ class PrefillDriver:
         layers: LayerRange | None = None,
         groups: tuple[GroupPages, ...] | None = None,
         aux: bytes = b"",
+        ready: int = 0,
+        deadline_s: float = 60.0,
     ) -> None:
         groups = (pages_for(self.layout, first, end),) if groups is None else groups
-        message = Submit(transfer=transfer, groups=groups, layers=layers, last=last, aux=aux, deadline_s=60.0)
+        message = Submit(
+            transfer=transfer, groups=groups, layers=layers, last=last, aux=aux, deadline_s=deadline_s, ready=ready
+        )
         self.core.submit(message, self.now)
+        self._take()
+
+    def reach(self, value: int) -> None:
+        """The worker's timeline has come so far."""
+        self.core.timeline_reached(value, self.now)
         self._take()
 
     def abort(self, transfer: str) -> None:
