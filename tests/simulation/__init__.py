@@ -20,14 +20,18 @@ What is modelled:
 - agents come back with new incarnations, workers are lost and come back with new pools
 - connections lose their newest messages unseen; as faults beyond what a connection may do, messages overtake or repeat,
   and single ones of those that are said again are lost, which no transfer may feel
+- agents are told to stop: they drain for a while, end what is left, say goodbye and come back
+- bytes of a segment change on their way, where it has a checksum
 - workers abort at any time, retry with the same ticket, reuse pages at once; routers drop requests
 - one to two prefill agents (stages, shards, replicas), one to two decode agents (ranks, holders of one shard, groups of
   their own), chunks by tokens or layers in any order with grants, prefixes, rows already held, no rows; one to four
-  slots; modes packed and raw, and pulls out of a mapped pool under a lease, which the source's worker outlives
+  slots; modes packed, raw and serial, with and without checksums, and pulls out of a mapped pool under a lease, which
+  the source's worker outlives
 
 Invariants, checked after every step (`judge`, `pool`):
 
-1. a row is written into a pool by its own agent, for the transfer that holds the page, at its place, with its value
+1. a row is written into a pool by its own agent, for the transfer that holds the page, at its place, with its value;
+   one whose bytes do not fit their checksum never, and its transfer ends in `corrupt`
 2. after a terminal event nothing touches that transfer's pages (a raw write that hangs past its deadline may read on)
 3. no slot is packed, credited or freed while a write that uses it can still land
 4. one terminal event a side, at the first tick after the deadline, unless an own operation still has to end
@@ -37,5 +41,5 @@ Invariants, checked after every step (`judge`, `pool`):
 8. a message of another generation changes nothing, and a peer's fault no transfer of the others
 9. when faults have stopped, everything ends, transfers that no fault has touched have arrived, and new ones do
 
-Not modelled: mode serial, checksums, path measurements, writes and pulls that are half done.
+Not modelled: path measurements, writes and pulls that are half done.
 """

@@ -56,6 +56,7 @@ class SimAgent(Process, Generic[A]):
         self.sides: dict[str, Side] = {}  # by transfer; those that the worker waits for
         self.memory = [bytearray(SLOT_BYTES) for _ in range(num_slots)]
         self.heard_at: dict[str, float] = {}
+        self.is_draining = False
         self._actions: deque[A] = deque()
         self._unfinished: Step | None = None
         self._num_moves_checked = 0
@@ -99,6 +100,22 @@ class SimAgent(Process, Generic[A]):
         """The worker's end was seen."""
         raise NotImplementedError
 
+    def begin_drain(self) -> None:
+        """Take on nothing new."""
+        raise NotImplementedError
+
+    def is_drained(self) -> bool:
+        """Whether nothing is open."""
+        raise NotImplementedError
+
+    def fail_all(self) -> None:
+        """End every transfer without success, because this run ends."""
+        raise NotImplementedError
+
+    def say_goodbye(self) -> None:
+        """Tell every peer that this run ends."""
+        raise NotImplementedError
+
     # ---- the loop ----
 
     def turn(self) -> None:
@@ -130,6 +147,29 @@ class SimAgent(Process, Generic[A]):
         """Pause in the middle of an action; `step` is the rest of it."""
         self.pause(pause_s)
         self._unfinished = step
+
+    def drain(self) -> None:
+        """The agent was told to stop."""
+        self.is_draining = True
+        self.begin_drain()
+        self.collect()
+
+    def end(self) -> None:
+        """What is still open fails, the peers hear goodbye, the process is gone."""
+        if self._unfinished is not None:
+            step, self._unfinished = self._unfinished, None
+            step()
+        self.fail_all()
+        self._perform_all()
+        self.say_goodbye()
+        self._perform_all()
+        self.die()
+
+    def _perform_all(self) -> None:
+        self.collect()
+        while self._actions:
+            self.perform(self._actions.popleft())
+            self.collect()
 
     def die(self) -> None:
         """The process is killed: its threads and its memory's owner are gone, its posted writes are not."""

@@ -6,10 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from kvxfer.control.messages import Ping, PrefillToDecode, Source
 from kvxfer.decode.actions import Action, Notify, PairWith, Pull, Scatter, SendToPeer
 from kvxfer.decode.core import DecodeCore
 from kvxfer.decode.receive import SourceInfo
+from kvxfer.errors import IntegrityError
+from kvxfer.integrity import check_segment
 from kvxfer.prefill.leg import Mode
 from kvxfer.slots import LANDING_MOVES
 from kvxfer.transfer import EventKind, Reason
@@ -20,6 +24,7 @@ from tests.simulation.judge import check_landing_slots
 from tests.simulation.network import Link
 from tests.simulation.pull import PullOperation, SharedPool
 from tests.simulation.topology import SLOT_BYTES
+from tests.simulation.violation import check
 
 if TYPE_CHECKING:
     from tests.simulation.prefill_agent import SimPrefill
@@ -70,6 +75,18 @@ class SimDecode(SimAgent[Action]):
         self.collect()
         self._lose_all(Reason.WORKER_LOST)
 
+    def begin_drain(self) -> None:
+        self.core.is_draining = True
+
+    def is_drained(self) -> bool:
+        return not self.core.receives
+
+    def fail_all(self) -> None:
+        self.core.fail_all(Reason.SHUTDOWN, "it ends", self.clock.now)
+
+    def say_goodbye(self) -> None:
+        self._lose_all(Reason.SHUTDOWN)
+
     # ---- peers ----
 
     def received(self, link: Link, message: object) -> None:
@@ -93,8 +110,7 @@ class SimDecode(SimAgent[Action]):
                 if source.untaken is not None and source.untaken.epoch == message.epoch:
                     source.untaken = None
             case pairing.Goodbye():
-                if source.is_paired:
-                    self._lose_peer(source.expected, Reason.PEER_LOST)
+                self._lose_peer(source.expected, Reason.PEER_LOST)
             case _ if source.is_paired:
                 judge = self.world.judge
                 before = judge.before_message(self, message)
@@ -117,8 +133,9 @@ class SimDecode(SimAgent[Action]):
         for receive in self.core.receives.values():
             if any(leg.source.incarnation == incarnation for leg in receive.legs):
                 self.world.taint_transfer(receive.transfer)
-        if source.is_paired:
-            source.link.to_prefill.send(pairing.Goodbye())
+        for abort in self.core.aborts_for(incarnation, reason):
+            source.link.to_prefill.send(abort)
+        source.link.to_prefill.send(pairing.Goodbye())
         source.link.is_closed = True
         self.core.peer_gone(incarnation, reason, "it is lost", self.clock.now)
         self.collect()
@@ -145,6 +162,7 @@ class SimDecode(SimAgent[Action]):
             scatter.segment,
             scatter.cancel,
             self.sides.get(transfer),
+            scatter.notice,
         )
 
     def emitted_pull(self, pull: Pull, transfer: str) -> None:
@@ -158,9 +176,8 @@ class SimDecode(SimAgent[Action]):
             pull.segment,
             pull.cancel,
             side,
-            None,
-            pull.src_addresses,
-            pull.lease,
+            src_addresses=pull.src_addresses,
+            lease=pull.lease,
         )
 
     def perform(self, action: Action) -> None:
@@ -205,6 +222,13 @@ class SimDecode(SimAgent[Action]):
                 self.pool.write_pulled(dst, operation.shared.pool.read(src, num_bytes), operation.owner)
             return
         slot = self.memory[operation.slot]
+        assert operation.notice is not None
+        if self.world.setup.verify:
+            try:
+                check_segment(operation.notice, np.frombuffer(slot, dtype=np.uint8))
+            except IntegrityError as error:
+                operation.corruption = str(error)
+                return
         for pool_offset, slot_offset, num_bytes in operation.copies():
             self.pool.write(pool_offset, bytes(slot[slot_offset : slot_offset + num_bytes]), operation.owner)
 
@@ -225,14 +249,18 @@ class SimDecode(SimAgent[Action]):
     def _recheck(self, operation: Operation) -> str | None:
         """After the rows were copied: do they count?"""
         if not isinstance(operation, PullOperation) or operation.shared is None:
-            return None
+            return operation.corruption
         return None if operation.shared.is_leased(operation.lease) else "the lease was revoked"
 
     def _scattered(self, operation: Operation, error: str | None, was_begun: bool) -> None:  # noqa: ARG002
         del self.scatters[operation.operation]
         if error is not None:
             self.world.taint_transfer(operation.transfer)
-        self.core.scatter_ended(operation.operation, self.clock.now, 0.0, error)
+        receive = self.core._moves._running[operation.operation].receive
+        is_corrupt = operation.corruption is not None
+        expected = Reason.CORRUPT if is_corrupt and receive.is_open else receive.reason
+        self.core.scatter_ended(operation.operation, self.clock.now, 0.0, error, is_corrupt=is_corrupt)
+        check(not is_corrupt or receive.reason is expected, "corrupt segment", f"{receive.transfer}: {receive.reason}")
 
     def is_touching(self, transfer: str) -> bool:
         return any(each.transfer == transfer for each in self.scatters.values())

@@ -110,7 +110,7 @@ class Engines:
         if write.state is not WriteState.POSTED:
             return
         if write.can_land:
-            write.target.write_slot(write.action.notice.slot, write.sender.read_source(write))
+            write.target.write_slot(write.action.notice.slot, self._carry(write))
             write.state = WriteState.LANDED
             outcome = Outcome.DONE
         else:
@@ -119,6 +119,15 @@ class Engines:
             outcome = self._faults.choices.one_of((Outcome.UNKNOWN, Outcome.DONE, Outcome.FAILED))
         delay_s = self._faults.delay_s(self._wire)
         self._clock.after(delay_s, lambda: self._report(write, outcome))
+
+    def _carry(self, write: SimWrite) -> bytes:
+        """The bytes of a write as they arrive: one may change, where a checksum can tell."""
+        content = write.sender.read_source(write)
+        if not (write.action.notice.checksum and self._faults.is_due(self._faults.corrupt)):
+            return content
+        write.sender.world.taint_transfer(write.action.notice.transfer)
+        place = self._faults.choices.pick(len(content))
+        return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
     def _fail(self, write: SimWrite, outcome: Outcome) -> None:
         if write.is_reported:

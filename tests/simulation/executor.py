@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvxfer.addresses import BlockAddresses
+from kvxfer.control.messages import Segment
 from kvxfer.operations import CancelFlag, SegmentSource
 from kvxfer.segments import ChunkPlan
 from tests.simulation.choices import DelayShape
@@ -27,6 +28,10 @@ class Operation:
     segment: int
     cancel: CancelFlag
     owner: object | None  # the worker's side of the transfer
+    notice: Segment | None = None  # of a scatter
+    wants_digest: bool = False  # a gather's
+    digest: bytes = b""
+    corruption: str | None = None  # what is wrong with the bytes, by their checksum
 
     def copies(self) -> list[Copy]:
         """Every row that moves, one by one, in this side's pool."""

@@ -33,6 +33,7 @@ class Bug(enum.Enum):
     TERMINAL_BEFORE_DRAINED = "terminal-before-drained"
     LOST_CREDITS_FORGOTTEN = "lost-credits-forgotten"
     REGION_NOT_CHECKED = "region-not-checked"  # credits are used whatever region they mean
+    CORRUPTION_IGNORED = "corruption-ignored"
 
 
 def plant_in_prefill(bug: Bug | None, agent: SimPrefill) -> None:
@@ -103,6 +104,13 @@ def plant_in_decode(bug: Bug | None, agent: SimDecode) -> None:
             _replace(core._life, "settle", settle_at_once)
         case Bug.LOST_CREDITS_FORGOTTEN:
             _replace(core._life.lender, "repeat", lambda _leg, _num_known: None)
+        case Bug.CORRUPTION_IGNORED:
+            ended = core._moves.ended
+
+            def ended_well(operation: int, now: float, busy_s: float, error: str | None, *, is_corrupt: bool) -> None:
+                ended(operation, now, busy_s, None if is_corrupt else error, is_corrupt=False)
+
+            _replace(core._moves, "ended", ended_well)
 
 
 class _ForgetfulPeer(Peer):

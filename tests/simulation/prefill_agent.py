@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
-from kvxfer.control.messages import DecodeToPrefill
+import numpy as np
+
+from kvxfer.control.messages import AbortLeg, DecodeToPrefill
+from kvxfer.integrity import digest
 from kvxfer.prefill.actions import Action, Gather, Notify, SendToPeer, Write
 from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.leg import PeerInfo
@@ -59,6 +62,19 @@ class SimPrefill(SimAgent[Action]):
         for peer in list(self.links):
             self._lose_peer(peer, Reason.WORKER_LOST)
 
+    def begin_drain(self) -> None:
+        self.core.begin_drain(self.clock.now)
+
+    def is_drained(self) -> bool:
+        return not self.core.transfers
+
+    def fail_all(self) -> None:
+        self.core.fail_all(Reason.SHUTDOWN, "it ends", self.clock.now)
+
+    def say_goodbye(self) -> None:
+        for link in self.links.values():
+            link.to_decode.send(pairing.Goodbye())
+
     # ---- peers ----
 
     def received(self, link: Link, message: object) -> None:
@@ -70,10 +86,12 @@ class SimPrefill(SimAgent[Action]):
                 return  # of a connection that a newer one has replaced
             case pairing.Hello():
                 self._hello(link, message)
+            case AbortLeg() if known is not link:
+                self.core.receive("", message, self.clock.now)
             case _ if known is not link:
                 link.to_decode.send(pairing.Goodbye())
             case pairing.Goodbye():
-                self._lose_peer(peer, Reason.PEER_LOST)
+                self._forget_peer(peer, Reason.PEER_LOST, said_goodbye=True)
             case pairing.Rotated():
                 if message.epoch >= self._epochs[peer]:
                     self._epochs[peer] = message.epoch
@@ -93,8 +111,11 @@ class SimPrefill(SimAgent[Action]):
             return
         self.links[peer], self.heard_at[peer], self._epochs[peer] = link, self.clock.now, hello.epoch
         decode = link.decode
-        route = self.world.setup.topology.route(self.idx, decode.group_idx, decode.rank)
-        self.core.peer_paired(PeerInfo(peer, route, SLOT_BYTES, decode.world_size, region_id=hello.epoch))
+        setup = self.world.setup
+        route = setup.topology.route(self.idx, decode.group_idx, decode.rank)
+        self.core.peer_paired(
+            PeerInfo(peer, route, SLOT_BYTES, decode.world_size, verify=setup.verify, region_id=hello.epoch)
+        )
         link.to_decode.send(pairing.Welcome())
 
     def _lose_peer(self, peer: str, reason: Reason) -> None:
@@ -102,11 +123,11 @@ class SimPrefill(SimAgent[Action]):
             self.links[peer].to_decode.send(pairing.Goodbye())
             self._forget_peer(peer, reason)
 
-    def _forget_peer(self, peer: str, reason: Reason) -> None:
+    def _forget_peer(self, peer: str, reason: Reason, *, said_goodbye: bool = False) -> None:
         if self.links.pop(peer, None) is not None:
             for leg in self.core.peers[peer].legs.values():
                 self.world.taint_transfer(leg.transfer)
-            self.core.peer_gone(peer, reason, self.clock.now)
+            self.core.peer_gone(peer, reason, self.clock.now, said_goodbye=said_goodbye)
             self.collect()
             self.world.engines.drop_peer(self, peer)
 
@@ -121,7 +142,14 @@ class SimPrefill(SimAgent[Action]):
     def emitted_gather(self, gather: Gather, transfer: str) -> None:
         """Note a gather from its emission on."""
         self.gathers[gather.operation] = Operation(
-            gather.operation, gather.slot, transfer, gather.source, gather.segment, gather.cancel, None
+            gather.operation,
+            gather.slot,
+            transfer,
+            gather.source,
+            gather.segment,
+            gather.cancel,
+            None,
+            wants_digest=gather.wants_digest,
         )
 
     def emitted_write(self, write: Write) -> None:
@@ -188,6 +216,9 @@ class SimPrefill(SimAgent[Action]):
         slot = self.memory[operation.slot]
         for pool_offset, slot_offset, num_bytes in operation.copies():
             slot[slot_offset : slot_offset + num_bytes] = self._read_pool(pool_offset, num_bytes, operation.transfer)
+        if operation.wants_digest:
+            first_byte, end_byte = operation.source.plan.segment_range(operation.segment)
+            operation.digest = digest(np.frombuffer(slot, dtype=np.uint8, count=end_byte - first_byte))
 
     def _begun(self, operation: Operation) -> None:
         self.world.judge.begun(self, self.core._life.sender._gathers[operation.operation].legs)
@@ -197,7 +228,9 @@ class SimPrefill(SimAgent[Action]):
         del self.gathers[operation.operation]
         if error is not None:
             self.world.taint_transfer(operation.transfer)
-        self.core.gather_ended(operation.operation, self.clock.now, 0.0, error, was_begun=was_begun)
+        self.core.gather_ended(
+            operation.operation, self.clock.now, 0.0, error, was_begun=was_begun, digest=operation.digest
+        )
 
     def read_source(self, write: SimWrite) -> bytes:
         """What a write reads at the moment when it lands."""

@@ -53,9 +53,9 @@ class SharedPool:
 class PullOperation(Operation):
     """A pull. `is_copied` once its rows have been read."""
 
-    shared: SharedPool | None
-    src_addresses: tuple[BlockAddresses, ...]
-    lease: tuple[int, int]
+    shared: SharedPool | None = None
+    src_addresses: tuple[BlockAddresses, ...] = ()
+    lease: tuple[int, int] = (0, 0)
     is_copied: bool = False
 
     def src_copies(self) -> list[Copy]:

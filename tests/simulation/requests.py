@@ -86,12 +86,17 @@ class Request:
             self.is_tainted = True
             return
         involved: list[SimPrefill | SimDecode] = [*decodes, *prefills]
-        self.is_tainted |= any(each.is_dead or each.pool is None for each in involved)
+        self.is_tainted |= any(each.is_dead or each.is_draining or each.pool is None for each in involved)
         self.agents = {each.incarnation for each in involved}
         sources = tuple(Source(endpoint=str(each.idx), incarnation=each.incarnation) for each in prefills)
         self._ticket = Ticket(transfer=self.transfer, sources=sources)
+        try:
+            home.core.new_ticket(self.transfer, self.deadline_s, world.clock.now)
+        except RefusedError:
+            check(home.is_draining, "ticket refused", f"{home.name}: {self.transfer}")
+            self._ticket = None
+            return
         self._new_prefill_side(home)
-        home.core.new_ticket(self.transfer, self.deadline_s, world.clock.now)
         shape = world.setup.control
         for prefill in prefills:
             world.later(world.delay_s(shape), lambda each=prefill: self._submit_next(each, 0))  # type: ignore[misc]
@@ -185,7 +190,7 @@ class Request:
             # Legs of an earlier attempt are still being closed.
             del agent.sides[self.transfer]
             agent.pool.release(side)
-            check(self._num_reopens > 0, "open refused", f"{agent.name}: {self.transfer}")
+            check(self._num_reopens > 0 or agent.is_draining, "open refused", f"{agent.name}: {self.transfer}")
             self._reopen(agent)
         if self.world.faults.is_due(80):
             self.is_tainted = True  # the client is gone before the grant has arrived

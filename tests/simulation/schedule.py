@@ -14,8 +14,8 @@ SETTLED_AT_S = 12.0
 
 @dataclass(slots=True, eq=False)
 class Faults:
-    """Chances per mille: a write fails, a gather or scatter fails, a message overtakes others, comes twice or is lost,
-    a loop is stopped between two actions."""
+    """Chances per mille: a write fails or changes a byte of a segment that has a checksum, a gather or scatter fails, a
+    message overtakes others, comes twice or is lost, a loop is stopped between two actions."""
 
     choices: Choices
     engine: int = 0
@@ -23,6 +23,7 @@ class Faults:
     overtake: int = 0
     repeat: int = 0
     lose: int = 0
+    corrupt: int = 0
     interrupt: int = 0
     are_on: bool = True
     late_until: float = 0.0  # a message that takes longer than a second is under way until then
@@ -42,6 +43,7 @@ class Setup:
 
     topology: Topology
     mode: Mode
+    verify: bool
     num_sender_slots: int
     num_landing_slots: int
     credits_per_leg: int
@@ -65,11 +67,14 @@ def draw_setup(choices: Choices) -> Setup:
         overtake=choices.one_of((0, 0, 500)),
         repeat=choices.one_of((0, 0, 0, 30)),
         lose=choices.one_of((0, 0, 30, 200)),
+        corrupt=choices.one_of((0, 0, 50)),
         interrupt=choices.one_of((0, 0, 5, 20)),
     )
+    mode = choices.one_of((Mode.PACKED, Mode.PACKED, Mode.RAW, Mode.AUTO, Mode.SERIAL))
     return Setup(
         topology=topology,
-        mode=choices.one_of((Mode.PACKED, Mode.PACKED, Mode.RAW, Mode.AUTO)),
+        mode=mode,
+        verify=mode is not Mode.RAW and choices.pick(3) == 2,
         num_sender_slots=choices.one_of((4, 1, 2)),
         num_landing_slots=choices.one_of((4, 1, 2)),
         credits_per_leg=choices.one_of((2, 1)),

@@ -17,6 +17,7 @@ _KINDS = {
     Bug.TERMINAL_BEFORE_DRAINED: {"event over scatters"},
     Bug.LOST_CREDITS_FORGOTTEN: {"fair transfer failed"},
     Bug.REGION_NOT_CHECKED: {"written to an old region"},
+    Bug.CORRUPTION_IGNORED: {"corrupt segment", "landed too early"},
 }
 
 

@@ -167,9 +167,11 @@ class World:
 
     def kill(self, agent: SimAgent[Any]) -> None:
         """Kill an agent. Its worker's client library says so, and it is started again after a while."""
-        if agent.is_dead:
-            return
-        agent.die()
+        if not agent.is_dead:
+            agent.die()
+            self._bury(agent)
+
+    def _bury(self, agent: SimAgent[Any]) -> None:
         self.taint_agent(agent.incarnation)
         for side in list(agent.sides.values()):
             assert agent.pool is not None
@@ -177,6 +179,27 @@ class World:
             side.request.agent_lost()
         agent.sides.clear()
         self.later(0.5 + self.choices.pick(8) * 0.5, lambda: self._restart(agent))
+
+    def _drain(self, agent: SimAgent[Any]) -> None:
+        """An agent is told to stop: it lets what is open end, for a while, then ends in good order."""
+        end_at = self.clock.now + 0.5 + self.choices.pick(10) * 0.5
+
+        def told() -> None:
+            self.taint_agent(agent.incarnation)
+            agent.drain()
+
+        if not (agent.is_dead or agent.is_draining):
+            agent.post(told)
+            self.later(LOOK_S, lambda: self._end_drained(agent, end_at))
+
+    def _end_drained(self, agent: SimAgent[Any], end_at: float) -> None:
+        if agent.is_dead:
+            return
+        if agent.is_draining and not agent.is_paused and (agent.is_drained() or self.clock.now >= end_at):
+            agent.end()
+            self._bury(agent)
+        else:
+            self.later(LOOK_S, lambda: self._end_drained(agent, end_at))
 
     def _restart(self, agent: SimAgent[Any]) -> None:
         fresh: SimPrefill | SimDecode
@@ -222,7 +245,7 @@ class World:
     def _incident(self) -> None:
         """Something happens to one agent."""
         agent = self.choices.one_of(self.agents)
-        match self.choices.pick(5):
+        match self.choices.pick(6):
             case 0:
                 agent.pause(0.5 + self.choices.pick(16) * 0.5)
             case 1:
@@ -232,6 +255,8 @@ class World:
                 self._lose_worker(agent)
             case 3:
                 self.kill(agent)
+            case 4:
+                self._drain(agent)
             case _:
                 for link in list(agent.links_of()):
                     link.reset(0)
