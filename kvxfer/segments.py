@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,9 +43,11 @@ class Block:
         return self.layers.num_layers * self.num_rows
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows `[first_row, end_row)` of a block in one global layer, at `slot_offset_bytes` of the segment's slot."""
+class Piece(NamedTuple):
+    """Rows `[first_row, end_row)` of a block in one global layer, at `slot_offset_bytes` of the segment's slot.
+
+    A tuple: a segment may have dozens, and they become arrays.
+    """
 
     block_idx: int
     layer: int

@@ -167,17 +167,22 @@ class Ring:
     # ---- the agent ----
 
     def fill_lane(self, lane: int, spans: list[Span], offsets: npt.NDArray[np.int64]) -> None:
-        """Write what the next order for this lane moves; the lane is in use by no entry. At most `MAX_SPANS` spans and
-        `max_offsets` offsets."""
-        assert len(spans) <= MAX_SPANS, "a segment has too many spans"
+        """`fill_lane_words` for spans that are objects."""
+        words = np.zeros((len(spans), SPAN_WORDS), dtype=np.int64)
+        for idx, span in enumerate(spans):
+            words[idx, : len(span.words())] = span.words()
+        self.fill_lane_words(lane, words, offsets)
+
+    def fill_lane_words(self, lane: int, span_words: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> None:
+        """Write what the next order for this lane moves; the lane is in use by no entry. Spans are rows as in
+        `Span.words`, `[num_spans, SPAN_WORDS]` int64: at most `MAX_SPANS`, with at most `max_offsets` offsets."""
+        assert len(span_words) <= MAX_SPANS, "a segment has too many spans"
         assert offsets.size <= self.max_offsets, "a segment has too many rows"
         first = self._lane_word(lane)
-        for idx, span in enumerate(spans):
-            begin = first + _SPANS_WORD + idx * SPAN_WORDS
-            words = span.words()
-            self._words[begin : begin + len(words)] = words
+        begin = first + _SPANS_WORD
+        self._words[begin : begin + span_words.size] = span_words.ravel()
         self._words[first + OFFSETS_WORD : first + OFFSETS_WORD + offsets.size] = offsets
-        self._words[first] = len(spans)
+        self._words[first] = len(span_words)
 
     def order(self, number: int, code: OrderCode, lane: int = 0) -> None:
         """Give the order of entry `number`, or turn RUN into SKIP."""

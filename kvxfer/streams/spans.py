@@ -7,6 +7,8 @@ span; one that still does not fit is cut into several orders. Pure numpy.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,9 +18,10 @@ from kvxfer.addresses import BlockAddresses
 from kvxfer.errors import LayoutError
 from kvxfer.ownership import Int64Array
 from kvxfer.segments import Block, ChunkPlan, Piece
-from kvxfer.streams.ring import LINEAR, MAX_SPANS, Span
+from kvxfer.streams.ring import LINEAR, MAX_SPANS, SPAN_WORDS
 
 _MAX_WORD_BYTES = 16
+_LAYER, _FIRST_ROW, _END_ROW, _SLOT_OFFSET = range(1, 5)  # columns of pieces as an array, `[num_pieces, 5]`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,19 +44,11 @@ class SlotSide:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """What one entry moves: at most `MAX_SPANS` spans, whose tables lie in `offsets`, `[num_offsets]` int64."""
+    """What one entry moves: at most `MAX_SPANS` spans as they lie in a lane, `[num_spans, SPAN_WORDS]` int64, and the
+    tables that they name, `[num_offsets]` int64."""
 
-    spans: list[Span]
+    span_words: Int64Array
     offsets: Int64Array
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where one side keeps a span's rows, as in `Span`; `bits` has every bit that is set in any of their addresses."""
-
-    first_byte: int
-    table: int
-    bits: int
 
 
 class _Tables:
@@ -90,29 +85,18 @@ def _orders(
 ) -> list[Order]:
     tables = _Tables()
     must_fold = len(pieces) > MAX_SPANS
-    spans: list[Span] = []
-    for of_block in _by_block(pieces):
-        block = plan.blocks[of_block[0].block_idx]
-        src_places = _places(src, block, of_block, tables, must_fold=must_fold)
-        dst_places = _places(dst, block, of_block, tables, must_fold=must_fold)
-        num_rows = [piece.end_row - piece.first_row for piece in of_block]
-        for num, src_place, dst_place in zip(
-            [sum(num_rows)] if must_fold else num_rows, src_places, dst_places, strict=True
-        ):
-            spans.append(_span(block.row_bytes, num, src.memory, src_place, dst.memory, dst_place))
-    if len(spans) <= MAX_SPANS and tables.num_offsets <= max_offsets:
-        return [Order(spans, tables.offsets())]
+    parts = [_block_words(plan, of_block, src, dst, tables, must_fold=must_fold) for of_block in _by_block(pieces)]
+    words = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    if len(words) <= MAX_SPANS and tables.num_offsets <= max_offsets:
+        return [Order(words, tables.offsets())]
     first, second = _halves(plan, pieces)
     return [*_orders(plan, first, src, dst, max_offsets), *_orders(plan, second, src, dst, max_offsets)]
 
 
 def _by_block(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    found: list[list[Piece]] = []
-    for piece in pieces:
-        if not found or found[-1][0].block_idx != piece.block_idx:
-            found.append([])
-        found[-1].append(piece)
-    return found
+    if pieces[0].block_idx == pieces[-1].block_idx:  # blocks come in order
+        return [list(pieces)]
+    return [list(of_block) for _, of_block in itertools.groupby(pieces, key=operator.attrgetter("block_idx"))]
 
 
 def _halves(plan: ChunkPlan, pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
@@ -126,75 +110,98 @@ def _halves(plan: ChunkPlan, pieces: Sequence[Piece]) -> tuple[list[Piece], list
     return [first], [Piece(piece.block_idx, piece.layer, middle, piece.end_row, slot_offset_bytes)]
 
 
-def _span(row_bytes: int, num_rows: int, src_memory: int, src: _Place, dst_memory: int, dst: _Place) -> Span:
-    bits = src.bits | dst.bits | row_bytes | _MAX_WORD_BYTES
-    return Span(
-        row_bytes=row_bytes,
-        num_rows=num_rows,
-        word_bytes=bits & -bits,
-        src_memory=src_memory,
-        src_first_byte=src.first_byte,
-        src_table=src.table,
-        dst_memory=dst_memory,
-        dst_first_byte=dst.first_byte,
-        dst_table=dst.table,
-    )
+def _block_words(
+    plan: ChunkPlan,
+    pieces: list[Piece],
+    src: PoolSide | SlotSide,
+    dst: PoolSide | SlotSide,
+    tables: _Tables,
+    *,
+    must_fold: bool,
+) -> Int64Array:
+    """`[num_spans, SPAN_WORDS]`: one span a piece, or, folded, one for all; in arrays, for segments have many."""
+    block = plan.blocks[pieces[0].block_idx]
+    cut = np.array(pieces, dtype=np.int64)
+    num_rows = cut[:, _END_ROW] - cut[:, _FIRST_ROW]
+    words = np.zeros((1 if must_fold else len(pieces), SPAN_WORDS), dtype=np.int64)
+    words[:, 0] = block.row_bytes
+    words[:, 1] = num_rows.sum() if must_fold else num_rows
+    bits = _place(words[:, 3:6], src, pieces[0].block_idx, block, cut, tables, must_fold=must_fold)
+    bits = bits | _place(words[:, 6:9], dst, pieces[0].block_idx, block, cut, tables, must_fold=must_fold)
+    bits = bits | (block.row_bytes | _MAX_WORD_BYTES)
+    words[:, 2] = bits & -bits
+    return words
 
 
-def _places(
-    side: PoolSide | SlotSide, block: Block, pieces: list[Piece], tables: _Tables, *, must_fold: bool
-) -> list[_Place]:
-    """One place a piece, or, folded, one for all."""
+def _place(
+    places: Int64Array,
+    side: PoolSide | SlotSide,
+    block_idx: int,
+    block: Block,
+    cut: Int64Array,
+    tables: _Tables,
+    *,
+    must_fold: bool,
+) -> Int64Array:
+    """Fill `places`, `[num_spans, 3]`: memory, first byte and table of one side. Returns, for each span, every bit that
+    is set in any address of its rows."""
+    places[:, 0] = side.memory
     if isinstance(side, SlotSide):
-        return _slot_places(side, block, pieces[:1] if must_fold else pieces, pieces[-1])
+        return _place_in_slot(places, side, block, cut)
     if must_fold:
-        return [_folded(side, block, pieces, tables)]
-    return _pool_places(side, block, pieces, tables)
+        return _place_folded(places, side, side.addresses[block_idx], block, cut, tables)
+    return _place_in_pool(places, side, side.addresses[block_idx], block, cut, tables)
 
 
-def _slot_places(side: SlotSide, block: Block, pieces: list[Piece], last: Piece) -> list[_Place]:
-    end_bytes = last.slot_offset_bytes + (last.end_row - last.first_row) * block.row_bytes
+def _place_in_slot(places: Int64Array, side: SlotSide, block: Block, cut: Int64Array) -> Int64Array:
+    end_bytes = int(cut[-1, _SLOT_OFFSET] + (cut[-1, _END_ROW] - cut[-1, _FIRST_ROW]) * block.row_bytes)
     if end_bytes > side.num_bytes:
         raise LayoutError(f"slot: got {side.num_bytes} bytes, expected at least {end_bytes} for the segment")
-    firsts = [side.first_byte + piece.slot_offset_bytes for piece in pieces]
-    return [_Place(first, LINEAR, first) for first in firsts]
+    places[:, 1] = cut[: len(places), _SLOT_OFFSET] + side.first_byte
+    places[:, 2] = LINEAR
+    return places[:, 1]
 
 
-def _folded(side: PoolSide, block: Block, pieces: list[Piece], tables: _Tables) -> _Place:
-    addresses = side.addresses[pieces[0].block_idx]
+def _place_folded(
+    places: Int64Array, side: PoolSide, addresses: BlockAddresses, block: Block, cut: Int64Array, tables: _Tables
+) -> Int64Array:
     offsets = np.concatenate(
         [
-            addresses.row_offsets[piece.first_row : piece.end_row] + addresses.layer_offset_bytes(block, piece.layer)
-            for piece in pieces
+            addresses.row_offsets[first_row:end_row] + addresses.layer_offset_bytes(block, layer)
+            for _, layer, first_row, end_row, _ in cut.tolist()
         ]
     )
     _check_rows(side, block, int(offsets.min()), int(offsets.max()))
     if _touch(offsets, block.row_bytes):
-        first_byte = int(offsets[0])
-        return _Place(first_byte, LINEAR, first_byte)
-    return _Place(0, tables.add(offsets), int(np.bitwise_or.reduce(offsets)))
+        places[:, 1], places[:, 2] = offsets[0], LINEAR
+        return places[:, 1]
+    places[:, 2] = tables.add(offsets)
+    return np.bitwise_or.reduce(offsets, keepdims=True)
 
 
-def _pool_places(side: PoolSide, block: Block, pieces: list[Piece], tables: _Tables) -> list[_Place]:
+def _place_in_pool(
+    places: Int64Array, side: PoolSide, addresses: BlockAddresses, block: Block, cut: Int64Array, tables: _Tables
+) -> Int64Array:
     """One table for all layers, where that is shorter than one for each piece."""
-    first_row, end_row = min(piece.first_row for piece in pieces), max(piece.end_row for piece in pieces)
-    if end_row - first_row > sum(piece.end_row - piece.first_row for piece in pieces):
-        return [place for piece in pieces for place in _pool_places(side, block, [piece], tables)]
-    addresses = side.addresses[pieces[0].block_idx]
+    first_row, end_row = int(cut[:, _FIRST_ROW].min()), int(cut[:, _END_ROW].max())
+    if end_row - first_row > int((cut[:, _END_ROW] - cut[:, _FIRST_ROW]).sum()):
+        each_alone = [slice(idx, idx + 1) for idx in range(len(cut))]
+        return np.concatenate(
+            [_place_in_pool(places[one], side, addresses, block, cut[one], tables) for one in each_alone]
+        )
     offsets = addresses.row_offsets[first_row:end_row]
-    layer_offsets = [addresses.layer_offset_bytes(block, piece.layer) for piece in pieces]
-    _check_rows(side, block, int(offsets.min()) + min(layer_offsets), int(offsets.max()) + max(layer_offsets))
+    layer_idxs = cut[:, _LAYER] - block.layers.first
+    layer_offsets = layer_idxs * addresses.layer_stride_bytes + addresses.base_offset_bytes
+    lowest, highest = int(offsets.min()) + int(layer_offsets.min()), int(offsets.max()) + int(layer_offsets.max())
+    _check_rows(side, block, lowest, highest)
     if _touch(offsets, block.row_bytes):
-        firsts = [
-            layer_offset + int(offsets[piece.first_row - first_row])
-            for piece, layer_offset in zip(pieces, layer_offsets, strict=True)
-        ]
-        return [_Place(first_byte, LINEAR, first_byte) for first_byte in firsts]
-    table, bits = tables.add(offsets), int(np.bitwise_or.reduce(offsets))
-    return [
-        _Place(layer_offset, table + piece.first_row - first_row, bits | layer_offset)
-        for piece, layer_offset in zip(pieces, layer_offsets, strict=True)
-    ]
+        places[:, 1] = layer_offsets + offsets[cut[:, _FIRST_ROW] - first_row]
+        places[:, 2] = LINEAR
+        return places[:, 1]
+    places[:, 1] = layer_offsets
+    places[:, 2] = cut[:, _FIRST_ROW] + (tables.add(offsets) - first_row)
+    bits: Int64Array = layer_offsets | np.bitwise_or.reduce(offsets)
+    return bits
 
 
 def _touch(offsets: Int64Array, row_bytes: int) -> bool:

@@ -288,7 +288,7 @@ class StreamMover:
                 self._waiting.popleft()
             operation.began_s = operation.began_s or time.perf_counter()
             lane = self._free_lanes.pop()
-            self._ring.fill_lane(lane, order.spans, order.offsets)
+            self._ring.fill_lane_words(lane, order.span_words, order.offsets)
             self._ring.order(self._next_number, OrderCode.RUN, lane)
             self._running.append(_Running(self._next_number, lane, operation))
             operation.num_running += 1

@@ -13,7 +13,7 @@ from kvxfer.errors import LayoutError
 from kvxfer.layout import Placement, Shard, StatePart, TokenRange
 from kvxfer.rows_copy import copy_part
 from kvxfer.rows_host import gather_segment, scatter_segment
-from kvxfer.streams.ring import LINEAR, MAX_SPANS, MemoryIndex
+from kvxfer.streams.ring import LINEAR, MAX_SPANS, SPAN_WORDS, MemoryIndex, Span
 from kvxfer.streams.spans import Order, PoolSide, SlotSide, segment_orders
 from kvxfer.wire import BlockAddresses, ChunkPlan, match_layouts, plan_chunk, resolve
 from tests.wire_world import Geometry, GroupSpec, Worker, make_layout, make_worker
@@ -28,10 +28,15 @@ SPECS = (
 )
 
 
+def spans_of(order: Order) -> list[Span]:
+    assert order.span_words.shape == (len(order.span_words), SPAN_WORDS)
+    return [Span(*words[:9]) for words in order.span_words.tolist()]
+
+
 def execute(order: Order, memories: dict[int, np.ndarray]) -> None:
     """Row by row, byte by byte as the words say."""
-    assert len(order.spans) <= MAX_SPANS
-    for span in order.spans:
+    assert len(spans_of(order)) <= MAX_SPANS
+    for span in spans_of(order):
         for row in range(span.num_rows):
             places = []
             for first_byte, table in ((span.src_first_byte, span.src_table), (span.dst_first_byte, span.dst_table)):
@@ -46,7 +51,7 @@ def execute(order: Order, memories: dict[int, np.ndarray]) -> None:
 
 def widest_word(order: Order) -> bool:
     """Whether no span could have wider words."""
-    for span in order.spans:
+    for span in spans_of(order):
         numbers = [span.row_bytes]
         for first_byte, table in ((span.src_first_byte, span.src_table), (span.dst_first_byte, span.dst_table)):
             rows = range(span.num_rows)
@@ -151,8 +156,8 @@ def test_layers_share_one_table() -> None:
     side = PoolSide(MemoryIndex.POOL, 1 << 20, addresses_of([64, 0, 160], 16, 4096))
     (order,) = segment_orders(plan, 0, side, SlotSide(MemoryIndex.SLOTS, 1 << 20, 0), 3)
     assert order.offsets.tolist() == [64, 0, 160]
-    assert [span.src_first_byte for span in order.spans] == [layer * 4096 for layer in range(5)]
-    assert {span.word_bytes for span in order.spans} == {16}
+    assert [span.src_first_byte for span in spans_of(order)] == [layer * 4096 for layer in range(5)]
+    assert {span.word_bytes for span in spans_of(order)} == {16}
 
 
 def test_rows_that_touch_need_no_table() -> None:
@@ -161,7 +166,7 @@ def test_rows_that_touch_need_no_table() -> None:
     side = PoolSide(MemoryIndex.POOL, 1 << 20, addresses_of(list(range(8, 2008, 4)), 4, 4096))
     (order,) = segment_orders(plan, 0, side, SlotSide(MemoryIndex.SLOTS, 1 << 20, 0), 1)
     assert order.offsets.size == 0
-    assert [(span.src_first_byte, span.src_table) for span in order.spans] == [(8, LINEAR), (4104, LINEAR)]
+    assert [(span.src_first_byte, span.src_table) for span in spans_of(order)] == [(8, LINEAR), (4104, LINEAR)]
 
 
 def test_more_layers_than_spans_are_folded() -> None:
@@ -169,7 +174,7 @@ def test_more_layers_than_spans_are_folded() -> None:
     side = PoolSide(MemoryIndex.POOL, 1 << 20, addresses_of([0, 80], 8, 4096))
     slot_side = SlotSide(MemoryIndex.SLOTS, 1 << 20, 0)
     (order,) = segment_orders(plan, 0, side, slot_side, 1000)
-    assert [span.num_rows for span in order.spans] == [2 * (MAX_SPANS + 1)]
+    assert [span.num_rows for span in spans_of(order)] == [2 * (MAX_SPANS + 1)]
     assert len(segment_orders(plan, 0, side, slot_side, 100)) == 2
 
 
