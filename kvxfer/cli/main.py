@@ -6,7 +6,7 @@ import enum
 import importlib.metadata
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -240,21 +240,23 @@ def bench_transfer(
         case.check_memory(available_bytes())
     with show_steps() as steps:
         results = run_cases(cases, steps)
-    facts = [result.as_json() for result in results]
-    if not as_json:
+    if as_json:
+        _print_facts([result.as_json() for result in results], is_comparison=bool(compare))
+    else:
         from kvxfer.cli.tables import print_transfers
 
         print_transfers(results)
-    elif compare:
-        first = facts[0]
-        ratios = {
-            f"{first['mode']}_to_{fact['mode']}": fact["transfer_ms"] / first["transfer_ms"] for fact in facts[1:]
-        }
-        print_json({"modes": facts, "ratios": ratios, "verified": all(fact["verified"] for fact in facts)})
-    else:
-        print_json(facts[0])
-    if not all(fact["verified"] for fact in facts):
+    if any(result.problems for result in results):
         sys.exit(EXIT_FAILED)
+
+
+def _print_facts(facts: list[dict[str, Any]], *, is_comparison: bool) -> None:
+    if not is_comparison:
+        print_json(facts[0])
+        return
+    first = facts[0]
+    ratios = {f"{first['mode']}_to_{fact['mode']}": fact["transfer_ms"] / first["transfer_ms"] for fact in facts[1:]}
+    print_json({"modes": facts, "ratios": ratios, "verified": all(fact["verified"] for fact in facts)})
 
 
 @bench.command("kernels")
