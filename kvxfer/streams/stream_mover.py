@@ -180,13 +180,14 @@ class StreamMover:
     def expect(self, num_moves: int, ready: int) -> None:
         """`RowExecutor.expect`."""
         with self._changed:
-            self._num_expected = num_moves
-            self._ready = ready
+            has_changed = (num_moves, ready) != (self._num_expected, self._ready)
+            self._num_expected, self._ready = num_moves, ready
             num_needed = self._num_needed()
             is_short = num_needed > self._num_wanted and self._error is None
             if is_short:
                 self._num_wanted = num_needed
-            self._changed.notify()
+            if has_changed:
+                self._changed.notify()
         if is_short:
             self._want_entries(num_needed)
 
