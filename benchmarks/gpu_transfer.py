@@ -42,6 +42,7 @@ _CASE = TransferCase(
     descriptor_us=1.4,
     device="cuda",
     placement="worker",
+    deadline_s=10.0,
 )
 _LONG, _SHORT, _CHUNK = 32_768, 4096, 4096
 _INTERVAL_S = 0.010
@@ -83,33 +84,44 @@ def _both_lengths(name: str, case: TransferCase) -> Iterator[Named]:
         yield Named(f"{name}, {num_tokens} tokens", replace(case, num_tokens=num_tokens))
 
 
-def run(cases: list[Named], seconds: float, json_path: Path | None) -> dict[str, TransferResult]:
-    """Run the cases and print each as it ends; what is there by then is in the file, whatever comes after."""
+def run(cases: list[Named], seconds: float, json_path: Path | None) -> tuple[dict[str, TransferResult], bool]:
+    """Run the cases and print each as it ends; what is there by then is in the file, whatever comes after.
+
+    Returns the results by name, and whether none failed.
+    """
     began_s = time.monotonic()
     results: dict[str, TransferResult] = {}
     facts: list[dict[str, Any]] = []
     left_out: list[str] = []
+    all_ran = True
     _say("| case | ms | share | GB/s | tail ms | us a segment | decode us | kept | MiB | s |")
     _say("|---|---|---|---|---|---|---|---|---|---|")
-    with CaseRunner(max(each.case.num_ranks for each in cases), cases[0].case.device) as runner:
-        for named in cases:
-            if time.monotonic() - began_s > seconds:
-                left_out.append(named.name)
-                continue
-            try:
-                result = runner.run(named.case)
-            except KvxferError as error:
-                _say(f"{named.name}: {error}")
-                break  # the processes are in no known state
-            results[named.name] = result
-            facts.append({"name": named.name, "at_s": time.monotonic() - began_s} | result.as_json())
-            _say(_row(named.name, facts[-1]))
-            if json_path is not None:
-                json_path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    try:
+        with CaseRunner(max(each.case.num_ranks for each in cases), cases[0].case.device) as runner:
+            for named in cases:
+                if time.monotonic() - began_s > seconds:
+                    left_out.append(named.name)
+                    continue
+                results[named.name] = result = _run_one(runner, named)
+                facts.append({"name": named.name, "at_s": time.monotonic() - began_s} | result.as_json())
+                _say(_row(named.name, facts[-1]))
+                if json_path is not None:
+                    json_path.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    except KvxferError as error:
+        all_ran = False
+        _say(f"ended early: {error}")
     if left_out:
         _say(f"left out after {seconds:.0f} s: {'; '.join(left_out)}")
     _say(f"{time.monotonic() - began_s:.0f} s in all")
-    return results
+    return results, all_ran
+
+
+def _run_one(runner: CaseRunner, named: Named) -> TransferResult:
+    try:
+        return runner.run(named.case)
+    except KvxferError:
+        _say(f"{named.name} failed; the last words of all processes:{runner.log_tails()}")
+        raise
 
 
 def _row(name: str, facts: dict[str, Any]) -> str:
@@ -162,7 +174,7 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-    """Run the command; 1 where a byte differs."""
+    """Run the command; 1 where a byte differs or a case failed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=85.0, help="begin no case after so long")
     parser.add_argument("--json", type=Path, help="write the facts of all cases into this file")
@@ -175,9 +187,9 @@ def main() -> int:
     cases = [each for each in all_cases(base) if options.only in each.name]
     if options.quick:
         cases = [_quick(each) for each in cases if each.case.busy == "none"]
-    results = run(cases, options.seconds, options.json)
+    results, all_ran = run(cases, options.seconds, options.json)
     print_goals(results)
-    return 0 if all(not result.problems for result in results.values()) else 1
+    return 0 if all_ran and not any(result.problems for result in results.values()) else 1
 
 
 def _quick(named: Named) -> Named:

@@ -147,12 +147,17 @@ class CaseRunner:
         self._steps = steps or Steps()
         self._steps("starting workers")
         with contextlib.ExitStack() as stack:
-            self._stage = Stage(stack.enter_context(Cast()), num_ranks, device)
+            self._cast = stack.enter_context(Cast())
+            self._stage = Stage(self._cast, num_ranks, device)
             self._stack = stack.pop_all()
 
     def run(self, case: TransferCase) -> TransferResult:
         """Run a case, which was checked. Raises `KvxferError` where it cannot be run; no other follows then."""
         return _run_on(self._stage, case, self._steps)
+
+    def log_tails(self) -> str:
+        """The last lines that each process wrote to standard error."""
+        return self._cast.log_tails()
 
     def __enter__(self) -> Self:
         return self
@@ -178,7 +183,8 @@ def _run_on(stage: Stage, case: TransferCase, steps: Steps) -> TransferResult:
         protocol.FillRows(group="kv", rows=rows, pages=paging.src_pages), protocol.Done, _FILL_TIMEOUT_S
     )
     nothing = paging.none_of_it()
-    pair = ensemble.move(cut_chunks({"kv": nothing}, frozenset(), 0, 1), _receive(nothing))
+    pairing = Pace(deadline_s=case.deadline_s)
+    pair = ensemble.move(cut_chunks({"kv": nothing}, frozenset(), 0, 1), _receive(nothing), pace=pairing)
     return _measure(case, ensemble, yardstick, paging, rows, pair, steps)
 
 
@@ -193,7 +199,6 @@ def _measure(
 ) -> TransferResult:
     chunks = cut_chunks({"kv": paging}, frozenset(), case.num_tokens, case.chunk_tokens)
     expected = [{"kv": protocol.Expected(pages=groups["kv"], source=rows)} for groups in _receive(paging)]
-    pace = Pace(case.interval_s, case.busy, case.opens_first)
     moves: list[Move] = []
     alone_per_s: list[float] = []
     contiguous_s: list[float] = []
@@ -203,7 +208,7 @@ def _measure(
         ensemble.refill(_FILL)
         if case.busy != "none":
             alone_per_s.append(ensemble.compute_alone(case.busy))
-        moves.append(ensemble.move(chunks, _receive(paging), pace=pace))
+        moves.append(ensemble.move(chunks, _receive(paging), pace=case.pace()))
         if yardstick is not None:
             contiguous_s.append(yardstick.write_once())
         found = ensemble.verify(expected)

@@ -8,10 +8,11 @@ would never run beside scatters of the other, as they do where each has a GPU of
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 
 from kvxfer.cli.decode_worker import DecodeWorker
@@ -22,20 +23,36 @@ from kvxfer.cli.worker import Worker, WorkerPipe, serve_worker
 _ROLES: dict[str, Callable[[HandOver], Worker]] = {"prefill": PrefillWorker, "decode": DecodeWorker}
 
 
-def _serve(member: str) -> None:
-    role, _, fds = member.partition("=")
-    command_fd, reply_fd = (int(fd) for fd in fds.split(","))
-    with os.fdopen(command_fd, "rb") as commands, FileIO(reply_fd, "w") as replies:
-        serve_worker(WorkerPipe(commands, replies), HandOver, _ROLES[role])
-
-
-def main(members: list[str]) -> None:
-    """Serve all `members` until the parent is done with each; raises what one of them raised."""
+def main(members: list[str]) -> int:
+    """Serve all `members` until the parent is done with each; 1 where one of them raised something."""
     os.dup2(2, 1)  # whatever a library prints
-    with ThreadPoolExecutor(len(members)) as threads:
-        for served in [threads.submit(_serve, member) for member in members]:
-            served.result()
+    num_failed = itertools.count()
+    threads: dict[threading.Thread, FileIO] = {}
+
+    def say(failure: threading.ExceptHookArgs) -> None:
+        next(num_failed)
+        threading.__excepthook__(failure)
+        assert failure.thread is not None
+        threads[failure.thread].close()  # the parent hears of it when all is said; the others may go on for long
+
+    threading.excepthook = say
+    for member in members:
+        role, _, fds = member.partition("=")
+        command_fd, reply_fd = (int(fd) for fd in fds.split(","))
+        replies = FileIO(reply_fd, "w")
+        threads[threading.Thread(target=_serve, args=(role, command_fd, replies), name=member)] = replies
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return min(next(num_failed), 1)
+
+
+def _serve(role: str, command_fd: int, replies: FileIO) -> None:
+    with os.fdopen(command_fd, "rb") as commands:
+        serve_worker(WorkerPipe(commands, replies), HandOver, _ROLES[role])
+    replies.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -71,11 +71,13 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How a prefill worker submits. With `opens_first` the ranks have opened before the clock starts."""
+    """How a prefill worker submits. With `opens_first` the ranks have opened before the clock starts. A transfer that
+    has not ended after `deadline_s` fails."""
 
     interval_s: float = 0.0
     busy: protocol.Busy = "none"
     opens_first: bool = False
+    deadline_s: float = DEADLINE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,16 +202,16 @@ class Ensemble:
         Raises `ChildError` where it does not end with `sent` and `landed` everywhere.
         """
         ticket = self.prefill.ask(
-            protocol.MakeTicket(deadline_s=DEADLINE_S), protocol.TicketText, _COMMAND_TIMEOUT_S
+            protocol.MakeTicket(deadline_s=pace.deadline_s), protocol.TicketText, _COMMAND_TIMEOUT_S
         ).text
         for worker, groups in zip(self.decode, receive, strict=True):
-            worker.send(protocol.Open(ticket=ticket, groups=groups, deadline_s=DEADLINE_S))
-            worker.send(protocol.AwaitEnd(ticket=ticket, timeout_s=DEADLINE_S + 5.0))
+            worker.send(protocol.Open(ticket=ticket, groups=groups, deadline_s=pace.deadline_s))
+            worker.send(protocol.AwaitEnd(ticket=ticket, timeout_s=pace.deadline_s + 5.0))
         command = protocol.SendChunks(
             ticket=ticket,
             chunks=chunks,
             aux=aux,
-            deadline_s=DEADLINE_S,
+            deadline_s=pace.deadline_s,
             interval_s=pace.interval_s,
             busy=pace.busy,
         )

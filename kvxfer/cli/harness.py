@@ -232,6 +232,14 @@ class Cast:
         """Where the sockets of an agent lie."""
         return str(self.directory / agent)
 
+    def log_tails(self) -> str:
+        """The last lines that each process wrote to standard error."""
+        return "".join(
+            f"\n  {path.name} | {line}"
+            for path in sorted(self.directory.glob("*.log"))
+            for line in path.read_text(errors="replace").strip().splitlines()[-4:]
+        )
+
     def stop_agents(self) -> None:
         """End the agents. Raises `ChildError` where one did not end well."""
         _raise_any(_stop(self._agents, by_signal=True))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from kvxfer.cli.ensemble import Setup, Wire
+from kvxfer.cli.ensemble import DEADLINE_S, Pace, Setup, Wire
 from kvxfer.cli.protocol import Busy, Device, RowPlacement
 from kvxfer.errors import ConfigError
 from kvxfer.layout import Shard
@@ -47,6 +47,7 @@ class TransferCase:
     placement: RowPlacement = "agent"
     busy: Busy = "none"
     verify: Verify = "off"
+    deadline_s: float = DEADLINE_S
 
     def check(self) -> None:
         """Raise `ConfigError` for values that make no bench."""
@@ -124,6 +125,10 @@ class TransferCase:
         """Whether the clock starts with the first submit, when the ranks have opened: where a wire is to be filled, or
         a GPU works, the time at which processes hear of a command is not to be measured."""
         return self.wire_gb_s is not None or self.device == "cuda" or self.interval_s > 0.0
+
+    def pace(self) -> Pace:
+        """How its chunks are submitted."""
+        return Pace(self.interval_s, self.busy, self.opens_first, self.deadline_s)
 
     def setup(self) -> Setup:
         """Agents and pools of the case."""

@@ -13,7 +13,7 @@ from kvxfer.memory import HostMemory
 if TYPE_CHECKING:
     from kvxfer.streams.device import DevicePool
 
-CONNECT_S = 60.0
+CONNECT_S = 30.0
 """How long a client may take to connect: a stream of a GPU compiles its kernel before it is ready."""
 
 

@@ -64,3 +64,15 @@ def test_a_quick_run_without_a_gpu(
     monkeypatch.setattr("sys.argv", ["gpu_transfer", *arguments, "--seconds", "-1"])
     assert gpu_transfer.main() == 0
     assert "left out after -1 s: dcp 4, 4096 tokens" in capsys.readouterr().out
+
+
+def test_a_case_that_fails_ends_the_run_with_what_all_processes_said(capsys: pytest.CaptureFixture[str]) -> None:
+    good = gpu_transfer._quick(gpu_transfer.Named("good", replace(gpu_transfer._CASE, num_tokens=4096, num_ranks=4)))
+    bad = gpu_transfer.Named("bad", replace(good.case, deadline_s=1e-6))
+    results, all_ran = gpu_transfer.run([good, bad, good], 60.0, None)
+    assert list(results) == ["good"]
+    assert not all_ran
+    printed = capsys.readouterr().out
+    assert "bad failed; the last words of all processes:" in printed
+    assert "prefill-agent.log | " in printed
+    assert "ended early: " in printed
