@@ -12,6 +12,7 @@ import pytest
 
 from kvxfer.control.client import DecodeClient
 from kvxfer.control.messages import Message, Ok, Open, SlotsMapped, WorkerReply
+from kvxfer.control.worker_stream import WorkerStream
 from kvxfer.layout import Placement, Shard
 from kvxfer.memory import HostMemory
 from kvxfer.operations import CancelFlag, Move, Moved
@@ -156,8 +157,11 @@ def test_a_worker_that_waited_while_slots_moved_hears_of_it(agent: _Agent, memor
         assert _has_rows(memory, 4)
 
 
-def test_an_agent_that_ends_leaves_no_stream_waiting(agent: _Agent, memory: HostMemory) -> None:
+def test_an_agent_that_ends_leaves_no_stream_waiting(
+    agent: _Agent, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not even that of a worker which does not look."""
+    monkeypatch.setattr(WorkerStream, "_watch", lambda *_: None)
     with _connect(agent, memory) as client:
         agent.only_expect(5)
         client.open(ticket(A), {})
@@ -184,6 +188,7 @@ def test_a_worker_that_is_torn_away_may_still_write(
         assert go_on.wait(WAIT_S)
 
     monkeypatch.setattr("kvxfer.streams.host_stream._copy", execute)
+    monkeypatch.setattr(WorkerStream, "_watch", lambda *_: None)
     agent.is_quiet = False
     with _connect(agent, memory) as client:
         client.open(ticket(A), {})

@@ -67,7 +67,7 @@ def hand_over_pool(
         connection.close()
         shared.close()
         raise
-    return HandedOver(connection, waited_s, WorkerStream(stream, shared))
+    return HandedOver(connection, waited_s, WorkerStream(stream, shared, connection.fileno()))
 
 
 def _open_stream(memory: HostMemory | DevicePool, shared: StreamMemory) -> RowStream:
@@ -144,7 +144,8 @@ class AgentLink:
         """Nobody gives orders any more. The own stream comes to rest before anybody is told that pages are quiet."""
         if self.stream is not None:
             self.stream.end()
-            self.stream.drain(DRAIN_S)
+            if not self.stream.drain(DRAIN_S):
+                detail += "; the own stream that moves rows has not come to rest, so pages may not be quiet"
         if self.handoff.num_events is not None:
             self._hear_events(self.handoff.num_events)
         self.core.agent_lost(detail)

@@ -1,13 +1,16 @@
 """The worker's end of a ring: feeds the stream that moves rows for the agent, from within the worker's own calls.
 
-Nothing here waits for the agent or runs by itself: `feed()` enqueues what the agent has asked for, as far as the
-stream has room, and is called whenever the worker asks or hears anything.
+`feed()` enqueues what the agent has asked for, as far as the stream has room, and is called whenever the worker asks or
+hears anything. Nothing polls. One thread sleeps in the kernel until the agent hangs up: a worker that waits for its
+whole device at that moment waits for the stream, too, and could not look itself.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
+import threading
 import time
 
 from kvxfer.control.handoff import StreamMemory
@@ -28,7 +31,8 @@ _log = logging.getLogger("kvxfer.worker")
 class WorkerStream:
     """Owns a stream and the memory that the agent shares with it; `close()` gives all back, in this order."""
 
-    def __init__(self, stream: RowStream, memory: StreamMemory) -> None:
+    def __init__(self, stream: RowStream, memory: StreamMemory, connection_fd: int) -> None:
+        """The agent is gone once the other end of `connection_fd` is, which must stay open until `close()`."""
         self._stream = stream
         self._ring = memory.ring
         self._slots = [memory.slots]  # the newest last; older ones stay mapped, the stream may know them
@@ -38,6 +42,10 @@ class WorkerStream:
         self._is_ended = False
         self._is_closed = False
         self._pid = os.getpid()
+        self._lock = threading.Lock()  # of what is enqueued, and whether more may be
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._guard = threading.Thread(target=self._watch, args=(connection_fd,), name="kvxfer-guard", daemon=True)
+        self._guard.start()
 
     @property
     def has_backlog(self) -> bool:
@@ -55,8 +63,11 @@ class WorkerStream:
         self._look()
         first = self._num_enqueued
         while self._num_enqueued < min(self._num_wanted, self._num_done + MAX_UNFINISHED):
-            number, self._num_enqueued = self._num_enqueued, self._num_enqueued + 1
-            self._stream.enqueue(number)  # one that fails needs its order, too
+            with self._lock:
+                if self._is_ended:
+                    return
+                number, self._num_enqueued = self._num_enqueued, self._num_enqueued + 1
+                self._stream.enqueue(number)  # one that fails needs its order, too
         if self._num_enqueued > first:
             self._ring.set_num_enqueued(self._num_enqueued)
 
@@ -77,15 +88,18 @@ class WorkerStream:
     def end(self) -> None:
         """No agent gives orders any more: skip what has not ended and enqueue nothing. Calling it again does nothing.
 
-        A skipped entry touches no page, even if its turn comes late.
+        A skipped entry touches no page, even if its turn comes late. May be called from any thread.
         """
-        if self._is_ended or self._pid != os.getpid():
+        if self._pid != os.getpid():
             return
-        self._is_ended = True
-        self._ring.set_ended()
-        self._look()
-        for number in range(self._num_done, self._num_enqueued):
-            self._ring.order(number, OrderCode.SKIP)
+        with self._lock:
+            if self._is_ended:
+                return
+            self._is_ended = True
+            self._ring.set_ended()
+            for number in range(max(0, self._num_enqueued - MAX_UNFINISHED), self._num_enqueued):
+                if not self._ring.is_done(number):
+                    self._ring.order(number, OrderCode.SKIP)
 
     def is_quiet(self) -> bool:
         """Whether every entry that was enqueued has ended."""
@@ -110,6 +124,9 @@ class WorkerStream:
         if self._is_closed or self._pid != os.getpid():
             return
         self._is_closed = True
+        os.eventfd_write(self._wake_fd, 1)
+        self._guard.join()
+        os.close(self._wake_fd)
         self.end()
         if not self.drain(DRAIN_S):
             _log.error("the stream that moves rows has not ended within %.0f s: its memory stays mapped", DRAIN_S)
@@ -118,6 +135,14 @@ class WorkerStream:
         self._ring.close()
         for slots in self._slots:
             slots.close()
+
+    def _watch(self, connection_fd: int) -> None:
+        """End as soon as the agent has hung up; until then, or until `close()`, sleep."""
+        poller = select.poll()
+        poller.register(connection_fd, select.POLLRDHUP)
+        poller.register(self._wake_fd, select.POLLIN)
+        if self._wake_fd not in dict(poller.poll()):
+            self.end()
 
     def _look(self) -> None:
         """Count on over the entries that have ended; a stream ends them in order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +44,7 @@ class FakeAgent:
         self._handoffs = HandoffListener(socket_dir, self._share_stream)
         self._wake = os.eventfd(0)
         self._stopping = False
+        self._jobs: deque[Callable[[], None]] = deque()
         self._pools: list[ReceivedPool] = []
         self._worker = b""
         self._thread = threading.Thread(target=self._run)
@@ -71,14 +73,28 @@ class FakeAgent:
         os.close(self._wake)
 
     def say(self, *messages: Message) -> None:
-        """Send to the worker that spoke last. For the agent's thread and for tests that know it idle."""
-        for message in messages:
-            assert self._workers.send(self._worker, encode(message))
+        """Send to the worker that spoke last."""
+
+        def send() -> None:
+            for message in messages:
+                assert self._workers.send(self._worker, encode(message))
+
+        self._do(send)
+
+    def _do(self, job: Callable[[], None]) -> None:
+        """Call `job` in the agent's thread, which alone may use its channels, and wait for that."""
+        if threading.current_thread() is self._thread:
+            job()
+            return
+        done = threading.Event()
+        self._jobs += (job, done.set)
+        os.eventfd_write(self._wake, 1)
+        assert done.wait(5)
 
     def move_slots(self, move: int) -> HostMemory:
-        """Move the slots to memory that is the caller's. For tests that know the agent idle."""
+        """Move the slots to memory that is the caller's."""
         moved = HostMemory.create(SLOTS_BYTES, "test-slots")
-        self._handoffs.move_slots(self._pools[-1].pool, move, moved)
+        self._do(lambda: self._handoffs.move_slots(self._pools[-1].pool, move, moved))
         return moved
 
     def _share_stream(self, _layout: PoolLayout) -> tuple[Ring, HostMemory, int]:
@@ -88,7 +104,10 @@ class FakeAgent:
     def _run(self) -> None:
         selector = Selector([self._workers, self._handoffs, self._wake])
         while not self._stopping:
-            selector.wait(1.0)
+            if self._wake in selector.wait(1.0):
+                os.eventfd_read(self._wake)
+            while self._jobs:
+                self._jobs.popleft()()
             for event in self._handoffs.poll(time.monotonic()):
                 if isinstance(event, ReceivedPool):
                     self._pools.append(event)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import time
 import warnings
 from collections.abc import Iterator
 
@@ -15,6 +17,8 @@ from kvxfer.control.worker_stream import MAX_UNFINISHED, WorkerStream
 from kvxfer.errors import AgentLostError, TransportError
 from kvxfer.memory import HostMemory
 from kvxfer.streams.ring import MemoryIndex, OrderCode, Ring
+
+_Wire = tuple[socket.socket, socket.socket]
 
 
 class _Stream:
@@ -43,15 +47,24 @@ class _Stream:
 
 
 @pytest.fixture
+def wire() -> Iterator[_Wire]:
+    """The worker's end of the connection, and the agent's."""
+    ends = socket.socketpair()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@pytest.fixture
 def memory() -> Iterator[StreamMemory]:
     memory = StreamMemory(Ring.create(2, 8), HostMemory.create(4096, "test-slots"))
     yield memory
     memory.close()
 
 
-def test_entries_are_enqueued_as_far_as_there_is_room(memory: StreamMemory) -> None:
+def test_entries_are_enqueued_as_far_as_there_is_room(memory: StreamMemory, wire: _Wire) -> None:
     stream, ring = _Stream(), memory.ring
-    worker = WorkerStream(stream, memory)
+    worker = WorkerStream(stream, memory, wire[0].fileno())
     worker.feed()
     assert stream.enqueued == []
     worker.want(3)
@@ -76,11 +89,14 @@ def test_entries_are_enqueued_as_far_as_there_is_room(memory: StreamMemory) -> N
     assert ring.num_enqueued == MAX_UNFINISHED + 10
     assert stream.enqueued == list(range(MAX_UNFINISHED + 10))
     assert not worker.has_backlog
+    for number in range(MAX_UNFINISHED, MAX_UNFINISHED + 10):
+        ring.set_done(number)
+    worker.close()
 
 
-def test_who_ends_skips_what_is_unfinished_and_says_so_first(memory: StreamMemory) -> None:
+def test_who_ends_skips_what_is_unfinished_and_says_so_first(memory: StreamMemory, wire: _Wire) -> None:
     stream, ring = _Stream(), memory.ring
-    worker = WorkerStream(stream, memory)
+    worker = WorkerStream(stream, memory, wire[0].fileno())
     worker.want(4)
     worker.feed()
     ring.order(0, OrderCode.RUN)
@@ -105,11 +121,11 @@ def test_who_ends_skips_what_is_unfinished_and_says_so_first(memory: StreamMemor
 
 
 def test_a_stream_that_does_not_come_to_rest_keeps_its_memory(
-    memory: StreamMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    memory: StreamMemory, wire: _Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(worker_stream, "DRAIN_S", 0.01)
     stream = _Stream()
-    worker = WorkerStream(stream, memory)
+    worker = WorkerStream(stream, memory, wire[0].fileno())
     worker.want(1)
     worker.feed()
     with caplog.at_level(logging.ERROR, "kvxfer.worker"):
@@ -120,9 +136,9 @@ def test_a_stream_that_does_not_come_to_rest_keeps_its_memory(
     assert memory.ring.order_of(0) is OrderCode.SKIP
 
 
-def test_an_entry_that_was_enqueued_by_half_is_skipped_as_well(memory: StreamMemory) -> None:
+def test_an_entry_that_was_enqueued_by_half_is_skipped_as_well(memory: StreamMemory, wire: _Wire) -> None:
     stream = _Stream()
-    worker = WorkerStream(stream, memory)
+    worker = WorkerStream(stream, memory, wire[0].fileno())
     worker.want(2)
     stream.is_broken = True
     with pytest.raises(TransportError):
@@ -131,11 +147,38 @@ def test_an_entry_that_was_enqueued_by_half_is_skipped_as_well(memory: StreamMem
     worker.end()
     assert memory.ring.order_of(0) is OrderCode.SKIP
     assert memory.ring.order_of(1) is None
+    memory.ring.set_done(0)
+    worker.close()
 
 
-def test_moved_slots_replace_the_old_ones_and_both_are_given_back(memory: StreamMemory) -> None:
+def test_an_agent_that_hangs_up_leaves_nothing_waiting_though_the_worker_does_not_look(
+    memory: StreamMemory, wire: _Wire
+) -> None:
+    """As while it waits for its whole device."""
+    stream, ring = _Stream(), memory.ring
+    worker = WorkerStream(stream, memory, wire[0].fileno())
+    worker.want(3)
+    worker.feed()
+    wire[1].send(b"a word")
+    time.sleep(0.05)
+    assert not ring.has_ended, "what an agent says is no end"
+    wire[1].close()
+    deadline_s = time.monotonic() + 5
+    while ring.order_of(2) is not OrderCode.SKIP:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    assert ring.has_ended
+    worker.want(9)
+    worker.feed()
+    assert stream.enqueued == [0, 1, 2]
+    for number in range(3):
+        ring.set_done(number)
+    worker.close()
+
+
+def test_moved_slots_replace_the_old_ones_and_both_are_given_back(memory: StreamMemory, wire: _Wire) -> None:
     stream = _Stream()
-    worker = WorkerStream(stream, memory)
+    worker = WorkerStream(stream, memory, wire[0].fileno())
     moved = HostMemory.create(4096, "test-slots")
     worker.replace_slots(moved)
     assert stream.memories == {MemoryIndex.SLOTS: moved}
@@ -143,10 +186,10 @@ def test_moved_slots_replace_the_old_ones_and_both_are_given_back(memory: Stream
     assert moved.fd == memory.slots.fd == -1
 
 
-def test_a_forked_child_touches_nothing(memory: StreamMemory) -> None:
+def test_a_forked_child_touches_nothing(memory: StreamMemory, wire: _Wire) -> None:
     """The ring is not mapped there: a touch would kill the child."""
     stream = _Stream()
-    worker = WorkerStream(stream, memory)
+    worker = WorkerStream(stream, memory, wire[0].fileno())
     worker.want(1)
     worker.feed()
     worker.want(2)
