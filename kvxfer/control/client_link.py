@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,13 +62,14 @@ def hand_over_pool(
         raise ContractError(f"placement: got {placement!r}, expected {expected}")
     connection, shared = share_stream(socket_dir, memory.num_bytes, layout, timeout_s)
     waited_s = time.monotonic() - began_s
-    try:
+    with ExitStack() as stack:
+        stack.callback(connection.close)
+        stack.callback(shared.close)
         stream = _open_stream(memory, shared)
-    except BaseException:
-        connection.close()
-        shared.close()
-        raise
-    return HandedOver(connection, waited_s, WorkerStream(stream, shared, connection.fileno()))
+        stack.callback(stream.close)
+        worker_stream = WorkerStream(stream, shared, connection.fileno())
+        stack.pop_all()
+    return HandedOver(connection, waited_s, worker_stream)
 
 
 def _open_stream(memory: HostMemory | DevicePool, shared: StreamMemory) -> RowStream:
