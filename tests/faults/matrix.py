@@ -66,7 +66,9 @@ def run_case(case: Case) -> str:
         stage.check()
         stage.move(NUM_TOKENS + 7)
         again = survivors if case.fault == "kill" else list(before)
-        stage.expect_census({name: before[name] for name in again})
+        # UCX keeps a descriptor for each connection that a killed peer refused, while the engine object lives.
+        num_spare_fds = 2 if case.transport == "nixl" and case.fault == "kill" else 0
+        stage.expect_census({name: before[name] for name in again}, num_spare_fds=num_spare_fds)
         stage.close()
     return f"last event {late_s:+.2f} s from the deadline"
 
