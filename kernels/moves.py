@@ -1,16 +1,20 @@
-"""One kernel that moves whatever rows an order in shared memory says, without ever being compiled again.
+"""Kernels that move whatever rows an order in shared memory says, without ever being compiled again.
 
-The order lies among int64 words that the kernel reads itself, in host memory that the GPU maps:
+The order lies among int64 words in host memory that the GPU maps:
 
 | where | what |
 |---|---|
 | `entry_word` | the order: nothing is done unless it equals `run_value` |
-| two words on | the number of a lane |
+| two words on | the number of a lane, and how many of its words are in use |
 | `lanes_word + lane * lane_words` | the lane: number of spans; from word 8 on `MAX_SPANS` spans; then row offsets |
 
 A span is `SPAN_WORDS` words: row bytes, number of rows, word bytes, then memory, first byte and table of the source,
 and the same of the destination. Row `i` of a side lies at `first byte + offsets[table + i]` of its memory, or, where
 the table is -1, at `first byte + i * row bytes`.
+
+Reads of host memory by many programs are served one after another, some 75 ns each however little they read. So one
+program reads the order, once, and copies what it says into scratch memory of the device, in lines as long as the bus
+takes; the programs that move rows follow in the same stream and read only that.
 
 What lies outside its memory or off the grid of its words is not moved: orders come from another process, and no order
 may bring down the process that owns the GPU's context.
@@ -18,6 +22,7 @@ may bring down the process that owns the GPU's context.
 # mypy: no-check-untyped-defs, disable-error-code="no-untyped-def, untyped-decorator"
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +31,7 @@ from kvxfer.kernels import reference
 from kvxfer.kernels._contract import check_contiguous, check_tensor
 from kvxfer.kernels._launch import jit, runs_triton, tl
 
+MAX_MEMORIES = 256
 MAX_SPANS = 64
 SPAN_WORDS = 16
 SPANS_WORD = 8
@@ -36,11 +42,15 @@ _BLOCK_WORDS = 1024
 _TILE_WORDS = 2048
 _NUM_WARPS = 8
 DEFAULT_MAX_CTAS = 32
+# Words that the program which stages an order has on their way at once: all of most orders.
+_STAGE_WORDS = 4096
 # Bounds that keep arithmetic inside a tile in 32 bits, and a nonsensical order from running for ever.
 _MAX_ROW_BYTES = 1 << 30
 _MAX_TILES_PER_SPAN = 1 << 24
 
-_CONSTANTS = {
+_STAGE_CONSTANTS = {"MAX_MEMORIES": MAX_MEMORIES, "NUM_THREADS": 32 * _NUM_WARPS, "BLOCK": _STAGE_WORDS}
+_STAGE_NUMBERS = ["entry_word", "run_value", "lanes_word", "lane_words", "num_lanes", "num_memories"]
+_MOVE_CONSTANTS = {
     "MAX_SPANS": MAX_SPANS,
     "SPAN_WORDS": SPAN_WORDS,
     "SPANS_WORD": SPANS_WORD,
@@ -50,8 +60,36 @@ _CONSTANTS = {
     "MAX_ROW_BYTES": _MAX_ROW_BYTES,
     "MAX_TILES": _MAX_TILES_PER_SPAN,
 }
-NUM_PARAMS = 10
-_NUMBERS = ["entry_word", "run_value", "lanes_word", "lane_words", "num_lanes", "num_memories"]
+_MOVE_NUMBERS = ["lane_words", "num_memories"]
+
+
+@jit(do_not_specialize=_STAGE_NUMBERS)
+def _stage_order_kernel(
+    words, memories, scratch, entry_word, run_value, lanes_word, lane_words, num_lanes, num_memories,
+    MAX_MEMORIES: tl.constexpr, NUM_THREADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies the lane of an order and the table of memories into `scratch`; no spans unless the order is to run."""
+    pair_idx = tl.arange(0, 2 * MAX_MEMORIES)
+    pairs = tl.load(memories + pair_idx, mask=pair_idx < 2 * num_memories)
+    # One access of one warp for the whole entry. Scalars would be asked for by every warp, one by one.
+    entry_idx = tl.arange(0, NUM_THREADS)
+    entry = tl.load(words + (entry_word + entry_idx), mask=entry_idx < 4, other=0, volatile=True)
+    order = tl.sum(tl.where(entry_idx == 0, entry, 0), 0)
+    lane = tl.sum(tl.where(entry_idx == 2, entry, 0), 0)
+    num_used = tl.sum(tl.where(entry_idx == 3, entry, 0), 0)
+    is_lane = (lane >= 0) & (lane < num_lanes) & (num_used > 0) & (num_used <= lane_words)
+    if (order == run_value) & is_lane:
+        # Words go in pairs, accesses of 16 bytes: lanes have an even number of them.
+        src = words + (lanes_word + lane * lane_words)
+        num_staged = (num_used + 1) // 2 * 2
+        idx = tl.arange(0, BLOCK)
+        for first in range(0, num_staged, BLOCK):
+            inside = first + idx < num_staged
+            staged = tl.load(tl.multiple_of(src + (first + idx), 16), mask=inside)
+            tl.store(tl.multiple_of(scratch + (first + idx), 16), staged, mask=inside)
+    else:
+        tl.store(scratch, 0)
+    tl.store(scratch + lane_words + pair_idx, pairs, mask=pair_idx < 2 * num_memories)
 
 
 @jit
@@ -117,24 +155,24 @@ def _memory(memories, num_memories, index):
     return address, tl.load(memories + index * 2 + 1, mask=known, other=0)
 
 
-@jit(do_not_specialize=_NUMBERS)
+@jit(do_not_specialize=_MOVE_NUMBERS)
 def _move_rows_kernel(
-    words, memories, entry_word, run_value, lanes_word, lane_words, num_lanes, num_memories,
+    scratch, lane_words, num_memories,
     MAX_SPANS: tl.constexpr, SPAN_WORDS: tl.constexpr, SPANS_WORD: tl.constexpr, OFFSETS_WORD: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, MAX_ROW_BYTES: tl.constexpr, MAX_TILES: tl.constexpr,
 ):  # fmt: skip
-    order = tl.load(words + entry_word, volatile=True)
-    lane = tl.load(words + entry_word + 2, volatile=True)
-    if (order == run_value) & (lane >= 0) & (lane < num_lanes):
-        lane_base = words + lanes_word + lane * lane_words
-        spans = lane_base + SPANS_WORD
-        offsets = lane_base + OFFSETS_WORD
+    """Moves what `_stage_order_kernel` has put into `scratch`."""
+    num_spans = tl.load(scratch)
+    if num_spans > 0:
+        spans = scratch + SPANS_WORD
+        offsets = scratch + OFFSETS_WORD
         num_offsets = lane_words - OFFSETS_WORD
+        memories = scratch + lane_words
         # Tiles of all spans at once: programs find theirs without walking the spans one by one.
         idx = tl.arange(0, MAX_SPANS)
         heads = spans + idx * SPAN_WORDS
         bytes_of, rows_of, word_of = tl.load(heads), tl.load(heads + 1), tl.load(heads + 2)
-        usable = (idx < tl.load(lane_base)) & (bytes_of > 0) & (bytes_of <= MAX_ROW_BYTES) & (word_of > 0)
+        usable = (idx < num_spans) & (bytes_of > 0) & (bytes_of <= MAX_ROW_BYTES) & (word_of > 0)
         usable = usable & (rows_of > 0) & (rows_of <= MAX_TILES * TILE) & ((bytes_of & (word_of - 1)) == 0)
         tiles_of = (rows_of * (bytes_of // tl.where(usable, word_of, 1)) + TILE - 1) // TILE
         tiles_of = tl.where(usable & (tiles_of <= MAX_TILES), tiles_of, 0).to(tl.int32)
@@ -166,9 +204,10 @@ def move_rows(
 ) -> None:
     """Carries out the order at `entry_word`, if it says so: see the head of this module.
 
-    `words`: `[num_words]` int64, in host memory (pinned where `memories` is on a GPU); lanes fill it from `lanes_word`
-    on. `memories`: `[num_memories, 2]` int64, the address, a multiple of 16, and the bytes of each memory; its device
-    is where the rows are moved. Rows of 1 byte to 1 GiB. `max_ctas` bounds the programs of the launch.
+    `words`: `[num_words]` int64, at a multiple of 16 in host memory (pinned where `memories` is on a GPU); lanes fill
+    it from `lanes_word` on; `lanes_word` and `lane_words` are even. `memories`: `[num_memories, 2]` int64, at most
+    `MAX_MEMORIES`, the address, a multiple of 16, and the bytes of each memory; its device is where the rows are
+    moved. Rows of 1 byte to 1 GiB. `max_ctas` bounds the programs that move rows.
 
     Raises:
         KernelContractError: shape, dtype, device or sizes outside this contract. The order itself is not judged.
@@ -177,36 +216,72 @@ def move_rows(
     check_tensor("memories", memories, shape=[None, 2], dtypes=[torch.int64])
     check_contiguous("words", words)
     check_contiguous("memories", memories)
-    if lane_words <= OFFSETS_WORD:
-        raise KernelContractError(f"lane_words: got {lane_words}, expected more than {OFFSETS_WORD}")
-    if not 0 <= entry_word <= len(words) - 3:
-        raise KernelContractError(f"entry_word: got {entry_word}, expected 0 to {len(words) - 3}")
-    if not 0 <= lanes_word <= len(words):
-        raise KernelContractError(f"lanes_word: got {lanes_word}, expected 0 to {len(words)}")
+    if len(memories) > MAX_MEMORIES:
+        raise KernelContractError(f"memories: got {len(memories)}, expected at most {MAX_MEMORIES}")
+    if words.data_ptr() % 16:
+        raise KernelContractError(f"words: got address {words.data_ptr():#x}, expected a multiple of 16")
+    if lane_words <= OFFSETS_WORD or lane_words % 2:
+        raise KernelContractError(f"lane_words: got {lane_words}, expected an even number above {OFFSETS_WORD}")
+    if not 0 <= entry_word <= len(words) - 4:
+        raise KernelContractError(f"entry_word: got {entry_word}, expected 0 to {len(words) - 4}")
+    if not 0 <= lanes_word <= len(words) or lanes_word % 2:
+        raise KernelContractError(f"lanes_word: got {lanes_word}, expected an even number from 0 to {len(words)}")
     if max_ctas < 1:
         raise KernelContractError(f"max_ctas: got {max_ctas}, expected at least 1")
     if not runs_triton(memories):
         reference.move_rows(words, memories, entry_word, run_value, lanes_word, lane_words)
         return
-    num_lanes = (len(words) - lanes_word) // lane_words
+    scratch = torch.empty(lane_words + 2 * len(memories), dtype=torch.int64, device=memories.device)
+    stage_order(words, memories, scratch, entry_word, run_value, lanes_word, lane_words)
     _move_rows_kernel[(max_ctas,)](
-        words, memories, entry_word, run_value, lanes_word, lane_words, num_lanes, len(memories),
-        **_CONSTANTS, num_warps=_NUM_WARPS, num_stages=1,
+        scratch, lane_words, len(memories), **_MOVE_CONSTANTS, num_warps=_NUM_WARPS, num_stages=1
+    )
+
+
+def stage_order(
+    words: torch.Tensor,
+    memories: torch.Tensor,
+    scratch: torch.Tensor,
+    entry_word: int,
+    run_value: int,
+    lanes_word: int,
+    lane_words: int,
+) -> None:
+    """The first half of `move_rows`, whose arguments are checked: from `words` and `memories` into `scratch`,
+    `[lane_words + 2 * num_memories]` int64 where the rows are moved."""
+    num_lanes = (len(words) - lanes_word) // lane_words
+    _stage_order_kernel[(1,)](
+        words, memories, scratch, entry_word, run_value, lanes_word, lane_words, num_lanes, len(memories),
+        **_STAGE_CONSTANTS, num_warps=_NUM_WARPS, num_stages=1,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledMove:
-    """The kernel of `move_rows` for one kind of GPU, for launches through CUDA's driver.
+class CompiledKernel:
+    """A kernel for one kind of GPU, for launches through CUDA's driver.
 
-    Its `NUM_PARAMS` parameters are of 8 bytes each: the addresses of words and memories; `entry_word`, `run_value`,
-    `lanes_word`, `lane_words`, the number of lanes and of memories; then two null pointers, Triton's own.
+    Its `num_params` parameters are of 8 bytes each; the last two are null pointers, Triton's own.
     """
 
     cubin: bytes
     name: str
+    num_params: int
     num_threads: int
     shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledMove:
+    """The two kernels of `move_rows`, to be launched one after the other in one stream.
+
+    `stage`, one program: the addresses of words, memories and scratch; `entry_word`, `run_value`, `lanes_word`,
+    `lane_words`, the number of lanes and of memories. `move`, any number of programs: the address of scratch,
+    `lane_words`, the number of memories. Scratch is device memory of `lane_words + 2 * num_memories` words, at a
+    multiple of 16, that no other pair uses at the time.
+    """
+
+    stage: CompiledKernel
+    move: CompiledKernel
 
 
 def compile_move_rows(capability: int) -> CompiledMove:
@@ -218,14 +293,27 @@ def compile_move_rows(capability: int) -> CompiledMove:
         raise KernelContractError(
             "move_rows: got no Triton compiler here, expected one: install triton and unset TRITON_INTERPRET"
         )
+    return CompiledMove(
+        _compile(_stage_order_kernel, ["words", "memories", "scratch"], _STAGE_NUMBERS, _STAGE_CONSTANTS, capability),
+        _compile(_move_rows_kernel, ["scratch"], _MOVE_NUMBERS, _MOVE_CONSTANTS, capability),
+    )
+
+
+def _compile(
+    kernel: Any,  # noqa: ANN401 - Triton's functions have no types
+    pointers: list[str],
+    numbers: list[str],
+    constants: dict[str, int],
+    capability: int,
+) -> CompiledKernel:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    signature = dict.fromkeys(("words", "memories"), "*i64") | dict.fromkeys(_NUMBERS, "i64")
+    signature = dict.fromkeys(pointers, "*i64") | dict.fromkeys(numbers, "i64")
     source = triton.compiler.ASTSource(
-        fn=_move_rows_kernel,
-        signature=signature | dict.fromkeys(_CONSTANTS, "constexpr"),
-        constexprs=_CONSTANTS,
+        fn=kernel,
+        signature=signature | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
     )
     compiled = triton.compile(
         source,
@@ -234,4 +322,5 @@ def compile_move_rows(capability: int) -> CompiledMove:
     )
     metadata = compiled.metadata
     assert metadata.global_scratch_size == metadata.profile_scratch_size == 0, "the kernel wants scratch memory"
-    return CompiledMove(compiled.asm["cubin"], metadata.name, metadata.num_warps * 32, metadata.shared)
+    num_params = len(pointers) + len(numbers) + 2
+    return CompiledKernel(compiled.asm["cubin"], metadata.name, num_params, metadata.num_warps * 32, metadata.shared)

@@ -17,8 +17,8 @@ def move_rows(
     lane_words: int,
 ) -> None:
     """As `kvxfer.kernels.move_rows`; the addresses are of this process's memory."""
-    order, lane = int(words[entry_word]), int(words[entry_word + 2])
-    if order != run_value or not 0 <= lane < (len(words) - lanes_word) // lane_words:
+    order, _, lane, num_used = words[entry_word : entry_word + 4].tolist()
+    if order != run_value or not 0 <= lane < (len(words) - lanes_word) // lane_words or not 0 < num_used <= lane_words:
         return
     first = lanes_word + lane * lane_words
     offsets = words[first + _OFFSETS_WORD : first + lane_words].tolist()

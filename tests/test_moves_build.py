@@ -1,4 +1,4 @@
-"""The kernel of `move_rows` builds for GPUs on a machine without one: once for all rows, with accesses of 16 bytes."""
+"""The kernels of `move_rows` build for GPUs on a machine without one: once for all rows, with accesses of 16 bytes."""
 
 import os
 import re
@@ -6,15 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvxfer.kernels.moves import NUM_PARAMS
-
 ROOT = Path(__file__).parent.parent
 BUILD = """
 from kvxfer.kernels.moves import compile_move_rows
 built = compile_move_rows(90)
-assert built.cubin[:4] == b"\\x7fELF"
-print(built.name, built.num_threads, built.shared_bytes)
+for each in built.stage, built.move:
+    assert each.cubin[:4] == b"\\x7fELF"
+    print(each.name, each.num_params, each.num_threads, each.shared_bytes)
 """
+# Words a thread has on their way at once: eight pairs of an order, four of rows.
+ACCESSES_OF_16_BYTES = {"_stage_order_kernel": 8, "_move_rows_kernel": 4}
 
 
 def test_builds_with_the_parameters_that_launches_pass(tmp_path: Path) -> None:
@@ -30,15 +31,19 @@ def test_builds_with_the_parameters_that_launches_pass(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    name, num_threads, shared_bytes = done.stdout.split()
-    (listing,) = tmp_path.rglob("*.ptx")
-    ptx = listing.read_text()
-    entry = re.search(r"\.entry (\w+)\((.*?)\)", ptx, re.DOTALL)
-    assert entry is not None
-    assert entry[1] == name
-    assert re.findall(r"\.param \.(\w+)", entry[2]) == ["u64"] * NUM_PARAMS
-    assert re.search(rf"\.reqntid {num_threads}\b", ptx)
-    assert int(shared_bytes) <= 1024
-    # Four words a thread and launch of 16 bytes each way, and the order read past all caches.
-    assert len(re.findall(r"ld\.global\.v2\.b64", ptx)) == len(re.findall(r"st\.global\.v2\.b64", ptx)) == 4
-    assert len(re.findall(r"ld\.volatile\.global\.b64", ptx)) == 2
+    listings = {path.stem: path.read_text() for path in tmp_path.rglob("*.ptx")}
+    assert listings.keys() == ACCESSES_OF_16_BYTES.keys()
+    for built in done.stdout.splitlines():
+        name, num_params, num_threads, shared_bytes = built.split()
+        ptx = listings[name]
+        entry = re.search(r"\.entry (\w+)\((.*?)\)", ptx, re.DOTALL)
+        assert entry is not None
+        assert entry[1] == name
+        assert re.findall(r"\.param \.(\w+)", entry[2]) == ["u64"] * int(num_params)
+        assert re.search(rf"\.reqntid {num_threads}\b", ptx)
+        assert int(shared_bytes) <= 1024
+        for access in "ld", "st":
+            assert len(re.findall(rf"{access}\.global\.v2\.b64", ptx)) == ACCESSES_OF_16_BYTES[name]
+    # The entry is read once, past all caches, and by the program that stages it alone.
+    assert len(re.findall(r"ld\.volatile\.global", listings["_stage_order_kernel"])) == 1
+    assert "volatile" not in listings["_move_rows_kernel"]

@@ -1,25 +1,22 @@
-"""A ring's entries on a GPU: CUDA streams wait for each order, run one kernel and write the done word.
+"""A ring's entries on a GPU: CUDA streams wait for each order, move its rows and write the done word.
 
-Nothing here blocks or polls, but making and closing a stream. The kernel is compiled, loaded and run before a stream is
+Nothing here blocks or polls, but making and closing a stream. Kernels are compiled, loaded and run before a stream is
 ready. A kernel that is loaded later may make its process wait for everything on the GPU, also for a stream that waits
 for an order: load what you can before.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from kvxfer.errors import ContractError, TransportError
 from kvxfer.memory import HostMemory
+from kvxfer.streams.cuda_track import WAIT_GEQ, WRITE_DEFAULT, Track
 from kvxfer.streams.device import DevicePool
 from kvxfer.streams.driver import Gpu, check, cuda, gpu
 from kvxfer.streams.ring import (
-    LANES_OFFSET_BYTES,
     LINEAR,
     NUM_ENTRIES,
     TIMELINE_OFFSET_BYTES,
@@ -27,63 +24,25 @@ from kvxfer.streams.ring import (
     OrderCode,
     Ring,
     Span,
-    done_offset_bytes,
-    done_value,
     order_offset_bytes,
-    order_value,
-    wait_value,
 )
 
 MAX_MEMORIES: Final = 256
-DEFAULT_MAX_CTAS: Final = 32
+GATHER_CTAS: Final = 6
+"""Programs that move rows into pinned slots, where writes over the bus wait for nothing. Like the other two a value to
+begin with, which `python -m benchmarks.gpu_stream` measures: as few as fill the bus, because each may keep a program of
+the worker's from its multiprocessor."""
+SCATTER_CTAS: Final = 12
+"""Programs that move rows out of pinned slots, where reads over the bus take 2 to 3 us."""
+PULL_CTAS: Final = 96
+"""Programs that move rows between memories of the GPU."""
+STREAM_PRIORITY: Final = -4
+"""Streams of different priorities do not share a queue of the GPU, where one that waits for an order holds up whatever
+is behind it. So this is one that hardly anybody else asks for: engines use 0, torch's pools 0 to -3, some libraries the
+greatest, -5 on most GPUs. That programs may begin before the worker's is its price, and another reason for few of them.
+CUDA takes the nearest that the GPU has."""
 _TABLE_BYTES: Final = MAX_MEMORIES * 16  # an address and a number of bytes each
-_WAIT_GEQ, _WRITE_DEFAULT = 0, 0  # CU_STREAM_WAIT_VALUE_GEQ; CU_STREAM_WRITE_VALUE_DEFAULT: behind a memory barrier
-_WORDS, _MEMORIES, _ENTRY, _RUN, _LANES, _LANE_WORDS, _NUM_LANES, _NUM_MEMORIES = range(8)  # kernel parameters
 _WARM_UP_ROW = Span(80, 1, 16, 2, order_offset_bytes(16), LINEAR, 2, order_offset_bytes(32), LINEAR)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    """The loaded kernel of one GPU; it stays loaded as long as the process lives."""
-
-    function: Any
-    num_threads: int
-    shared_bytes: int
-    num_params: int
-
-
-@functools.cache
-def _load_kernel(device_index: int) -> _Kernel:
-    from kvxfer.kernels.moves import NUM_PARAMS, compile_move_rows
-
-    driver, device = cuda(), gpu(device_index)
-    compiled = compile_move_rows(device.capability)
-    with device:
-        module = check("cuModuleLoadData", driver.cuModuleLoadData(compiled.cubin))
-        function = check("cuModuleGetFunction", driver.cuModuleGetFunction(module, compiled.name.encode()))
-    return _Kernel(function, compiled.num_threads, compiled.shared_bytes, NUM_PARAMS)
-
-
-class _Parameters:
-    """Parameters of the kernel as CUDA wants them: pointers to values. A launch copies the values at once."""
-
-    def __init__(self, num_params: int, memories_address: int) -> None:
-        self._values = (ctypes.c_int64 * num_params)()
-        first = ctypes.addressof(self._values)
-        self._pointers = (ctypes.c_void_p * num_params)(*range(first, first + 8 * num_params, 8))
-        self.address = ctypes.addressof(self._pointers)
-        self._values[_MEMORIES] = memories_address
-        self._values[_NUM_MEMORIES] = MAX_MEMORIES
-
-    def set_ring(self, ring: Ring, device_address: int) -> None:
-        self._values[_WORDS] = device_address
-        self._values[_LANES] = LANES_OFFSET_BYTES // 8
-        self._values[_LANE_WORDS] = ring.lane_bytes // 8
-        self._values[_NUM_LANES] = ring.num_lanes
-
-    def set_entry(self, number: int) -> None:
-        self._values[_ENTRY] = order_offset_bytes(number) // 8
-        self._values[_RUN] = order_value(number, OrderCode.RUN)
 
 
 class CudaRowStream:
@@ -99,11 +58,13 @@ class CudaRowStream:
         pool: DevicePool,
         slots: HostMemory,
         *,
-        max_ctas: int = DEFAULT_MAX_CTAS,
+        max_ctas: int = SCATTER_CTAS,
         num_streams: int = 1,
+        priority: int = STREAM_PRIORITY,
     ) -> None:
-        """Takes seconds where the kernel is not in Triton's cache. `max_ctas` bounds the programs of one entry's
-        kernel, so that it leaves multiprocessors to the worker.
+        """Takes seconds where the kernels are not in Triton's cache. `max_ctas`: programs that move the rows of an
+        entry, `GATHER_CTAS`, `SCATTER_CTAS` or `PULL_CTAS` by the way that rows go. `priority` of the streams, as CUDA
+        counts: 0 is that of most, lower ones go first.
 
         Raises `EngineMissingError` where CUDA or its bindings are missing, `RegistrationError` where host memory
         cannot be locked, `TransportError` for what else the GPU refuses.
@@ -113,39 +74,28 @@ class CudaRowStream:
         self._gpu = gpu(pool.device_index)
         _check_abilities(self._gpu)
         self._driver = cuda()
-        self._kernel = _load_kernel(pool.device_index)
         self._ring = ring
-        self._max_ctas = max_ctas
         self._num_enqueued = 0
         self._last_mark = ring.timeline
         self._marked_on = 0  # the stream of the last mark
         self._is_closed = False
         self._registered: list[HostMemory] = []
         self._event: Any = None
-        self._streams: list[Any] = []
+        self._tracks: list[Track] = []
         self._marks: Any = None
         self._table = HostMemory.create(_TABLE_BYTES, "kvxfer-memories")
         try:
-            self._prepare(pool, slots, num_streams)
+            self._make_tracks(num_streams, max_ctas, priority)
+            self._share(pool, slots)
         except BaseException:
             self._release()
             raise
 
     def enqueue(self, number: int) -> None:
         """`RowStream.enqueue`. Raises `TransportError`; the entry needs an order all the same before `close()`."""
-        order_address, done_address = self._entries[number % NUM_ENTRIES]
-        stream = self._streams[number % len(self._streams)]
-        driver = self._driver
         self._num_enqueued = number + 1
         with self._gpu:
-            check(
-                "cuStreamWaitValue64", driver.cuStreamWaitValue64(stream, order_address, wait_value(number), _WAIT_GEQ)
-            )
-            self._launch(number, stream)
-            check(
-                "cuStreamWriteValue64",
-                driver.cuStreamWriteValue64(stream, done_address, done_value(number), _WRITE_DEFAULT),
-            )
+            self._tracks[number % len(self._tracks)].enqueue(number)
 
     def mark(self, stream: object | None = None) -> int:
         """`RowStream.mark`. `stream`: of torch, or a raw handle; None is torch's current stream.
@@ -159,7 +109,7 @@ class CudaRowStream:
                 handle = self._behind_last_mark(handle)
             check(
                 "cuStreamWriteValue64",
-                self._driver.cuStreamWriteValue64(handle, self._timeline_address, value, _WRITE_DEFAULT),
+                self._driver.cuStreamWriteValue64(handle, self._timeline_address, value, WRITE_DEFAULT),
             )
         self._marked_on, self._last_mark = handle, value
         return value
@@ -186,50 +136,38 @@ class CudaRowStream:
             )
         self._is_closed = True
         try:
-            with self._gpu:
-                for stream in self._streams:
-                    check("cuStreamSynchronize", self._driver.cuStreamSynchronize(stream))
+            for track in self._tracks:
+                track.drain()
         finally:
             self._release()
 
-    def _prepare(self, pool: DevicePool, slots: HostMemory, num_streams: int) -> None:
+    def _make_tracks(self, num_streams: int, max_ctas: int, priority: int) -> None:
+        """Make the streams, and run the kernels on each: on a ring of their own, told to skip, then to move a row."""
         driver = self._driver
-        for _ in range(num_streams):
-            self._streams.append(self._gpu.create_stream())
-        self._marks = self._gpu.create_stream()
+        self._marks = self._gpu.create_stream(priority)
         with self._gpu:
             flags = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
             self._event = check("cuEventCreate", driver.cuEventCreate(flags))
-        self._parameters = _Parameters(self._kernel.num_params, self._register(self._table))
-        self._warm_up()
-        address = self._register(self._ring.memory)
-        self._parameters.set_ring(self._ring, address)
-        self._timeline_address = address + TIMELINE_OFFSET_BYTES
-        self._entries = [
-            (address + order_offset_bytes(number), address + done_offset_bytes(number)) for number in range(NUM_ENTRIES)
-        ]
-        self.set_memory(MemoryIndex.POOL, pool)
-        self.set_memory(MemoryIndex.SLOTS, slots)
-
-    def _warm_up(self) -> None:
-        """Run the kernel on every stream, on a ring of its own: first told to skip, then to move a row."""
+        memories = self._register(self._table), MAX_MEMORIES
         ring = Ring.create(1, 16)
         ring.fill_lane(0, [_WARM_UP_ROW], np.empty(0, dtype=np.int64))
         try:
+            scratch_bytes = max(ring.lane_bytes, self._ring.lane_bytes) + _TABLE_BYTES
             address = self._gpu.register(ring.memory)
             try:
-                self._parameters.set_ring(ring, address)
                 self._table.array.view(np.int64)[4:6] = address, ring.memory.num_bytes  # memory 2
-                for stream in self._streams:
+                for _ in range(num_streams):
+                    self._tracks.append(Track(self._gpu, priority, max_ctas, memories, scratch_bytes))
+                    self._tracks[-1].set_ring(ring, address)
                     for code in OrderCode.SKIP, OrderCode.RUN:
-                        self._try(ring, code, stream)
+                        self._try(ring, code, self._tracks[-1])
             finally:
                 self._table.array[:] = 0
                 self._gpu.unregister(ring.memory)
         finally:
             ring.close()
 
-    def _try(self, ring: Ring, code: OrderCode, stream: Any) -> None:  # noqa: ANN401
+    def _try(self, ring: Ring, code: OrderCode, track: Track) -> None:
         row_bytes = _WARM_UP_ROW.row_bytes
         src = ring.memory.array[_WARM_UP_ROW.src_first_byte :][:row_bytes]
         dst = ring.memory.array[_WARM_UP_ROW.dst_first_byte :][:row_bytes]
@@ -237,19 +175,19 @@ class CudaRowStream:
         dst[:] = 0
         ring.order(0, code)
         with self._gpu:
-            self._launch(0, stream)
-            check("cuStreamSynchronize", self._driver.cuStreamSynchronize(stream))
+            track.launch(0)
+        track.drain()
         if not np.array_equal(dst, src if code is OrderCode.RUN else np.zeros_like(src)):
             raise TransportError(f"move_rows: got wrong bytes for {code.name} on this GPU, first {dst[:8].tolist()}")
 
-    def _launch(self, number: int, stream: Any) -> None:  # noqa: ANN401
-        self._parameters.set_entry(number)
-        kernel = self._kernel
-        result = self._driver.cuLaunchKernel(
-            kernel.function, self._max_ctas, 1, 1, kernel.num_threads, 1, 1, kernel.shared_bytes, stream,
-            self._parameters.address, 0,
-        )  # fmt: skip
-        check("cuLaunchKernel", result)
+    def _share(self, pool: DevicePool, slots: HostMemory) -> None:
+        """Give the GPU the ring, the pool and the slots."""
+        address = self._register(self._ring.memory)
+        self._timeline_address = address + TIMELINE_OFFSET_BYTES
+        for track in self._tracks:
+            track.set_ring(self._ring, address)
+        self.set_memory(MemoryIndex.POOL, pool)
+        self.set_memory(MemoryIndex.SLOTS, slots)
 
     def _behind_last_mark(self, handle: int) -> int:
         """The stream for a mark that must not overtake one that is pending on another: it waits in the worker's place
@@ -257,7 +195,7 @@ class CudaRowStream:
         driver = self._driver
         check("cuEventRecord", driver.cuEventRecord(self._event, handle))
         check("cuStreamWaitEvent", driver.cuStreamWaitEvent(self._marks, self._event, 0))
-        result = driver.cuStreamWaitValue64(self._marks, self._timeline_address, self._last_mark, _WAIT_GEQ)
+        result = driver.cuStreamWaitValue64(self._marks, self._timeline_address, self._last_mark, WAIT_GEQ)
         check("cuStreamWaitValue64", result)
         return int(self._marks)
 
@@ -269,15 +207,16 @@ class CudaRowStream:
     def _release(self) -> None:
         """Give back what was made. A context that is broken refuses, and has nothing left to give back."""
         driver = self._driver
+        for track in self._tracks:
+            track.close()
         with self._gpu:
-            for stream in (*self._streams, self._marks):
-                if stream is not None:
-                    driver.cuStreamDestroy(stream)
+            if self._marks is not None:
+                driver.cuStreamDestroy(self._marks)
             if self._event is not None:
                 driver.cuEventDestroy(self._event)
             for memory in self._registered:
                 driver.cuMemHostUnregister(memory.address)
-        self._streams, self._marks, self._event = [], None, None
+        self._tracks, self._marks, self._event = [], None, None
         self._registered.clear()
         self._table.close()
 

@@ -123,14 +123,13 @@ class Gpu:
         with self:
             check("cuMemHostUnregister", cuda().cuMemHostUnregister(memory.address))
 
-    def create_stream(self) -> Any:  # noqa: ANN401
-        """A stream that waits for no other, of the highest priority: its kernels are few and small, and streams of
-        different priorities do not share a queue of the GPU, in which one that waits would hold up another."""
+    def create_stream(self, priority: int) -> Any:  # noqa: ANN401
+        """A stream that waits for no other. `priority`: 0 is that of most streams, lower ones go first; CUDA takes the
+        nearest that the GPU has. Raises `TransportError`."""
         driver = cuda()
         with self:
-            _, greatest = check("cuCtxGetStreamPriorityRange", driver.cuCtxGetStreamPriorityRange())
             flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            return check("cuStreamCreateWithPriority", driver.cuStreamCreateWithPriority(flags, greatest))
+            return check("cuStreamCreateWithPriority", driver.cuStreamCreateWithPriority(flags, priority))
 
 
 @functools.cache

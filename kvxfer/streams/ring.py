@@ -5,8 +5,8 @@ One memfd, made by the agent, mapped by both sides and registered with CUDA by t
 | part | what it holds |
 |---|---|
 | header | the timeline, which the worker's stream raises; the number of entries enqueued so far; the owner's end |
-| entries | `NUM_ENTRIES` of `ENTRY_BYTES`: order word, done word, lane |
-| lanes | `num_lanes` of `lane_bytes`: the number of spans, `MAX_SPANS` spans, then row offsets |
+| entries | `NUM_ENTRIES` of `ENTRY_BYTES`: order word, done word, lane, words of the lane that are in use |
+| lanes | `num_lanes` of `lane_bytes`: numbers of spans and of words in use, `MAX_SPANS` spans, then row offsets |
 
 Entry number `n`, counted from 0 without end, lies at `n % NUM_ENTRIES`. Whoever owns the stream enqueues for it, once:
 wait until the order word has reached `wait_value(n)`; run the kernel, which reads the word and moves rows only if its
@@ -36,6 +36,7 @@ NUM_ENTRIES: Final = 1024
 ENTRY_BYTES: Final = 64
 MAX_SPANS: Final = 64
 SPAN_WORDS: Final = 16
+_WORDS_OF_A_SPAN: Final = 9  # the rest is padding
 LINEAR: Final = -1
 """In place of a table: rows lie one behind the other."""
 
@@ -44,10 +45,12 @@ _TIMELINE_WORD: Final = 0
 _ENQUEUED_WORD: Final = 8  # each in a cache line of its own
 _ENDED_WORD: Final = 16
 _ENTRY_WORDS: Final = ENTRY_BYTES // 8
-_ORDER, _DONE, _LANE = 0, 1, 2  # words of an entry
+_ORDER, _DONE, _LANE, _LANE_USED = range(4)  # words of an entry
+_NUM_SPANS, _NUM_USED = range(2)  # words of a lane
 _SPANS_WORD: Final = 8  # of a lane: the spans begin in the second cache line
 OFFSETS_WORD: Final = _SPANS_WORD + MAX_SPANS * SPAN_WORDS
 """The word of a lane at which row offsets begin."""
+_LANE_ALIGNMENT_BYTES: Final = 16  # of the widest access
 LANES_OFFSET_BYTES: Final = _HEADER_BYTES + NUM_ENTRIES * ENTRY_BYTES
 
 
@@ -156,11 +159,11 @@ class Ring:
         """Map a ring that the agent made; takes over `fd`. Raises `HandoffError`."""
         memory = HostMemory.attach(fd, num_bytes, "ring")
         lane_bytes, surplus_bytes = divmod(num_bytes - LANES_OFFSET_BYTES, num_lanes)
-        if lane_bytes <= OFFSETS_WORD * 8 or surplus_bytes or lane_bytes % 8:
+        if lane_bytes <= OFFSETS_WORD * 8 or surplus_bytes or lane_bytes % _LANE_ALIGNMENT_BYTES:
             memory.close()
             raise HandoffError(
                 f"ring: got {num_bytes} bytes, expected {LANES_OFFSET_BYTES} and then {num_lanes} lanes of equal size, "
-                f"a multiple of 8 above {OFFSETS_WORD * 8}"
+                f"a multiple of {_LANE_ALIGNMENT_BYTES} above {OFFSETS_WORD * 8}"
             )
         return cls(memory, num_lanes)
 
@@ -182,13 +185,15 @@ class Ring:
         begin = first + _SPANS_WORD
         self._words[begin : begin + span_words.size] = span_words.ravel()
         self._words[first + OFFSETS_WORD : first + OFFSETS_WORD + offsets.size] = offsets
-        self._words[first] = len(span_words)
+        self._words[first + _NUM_SPANS] = len(span_words)
+        self._words[first + _NUM_USED] = OFFSETS_WORD + offsets.size if offsets.size else _SPANS_WORD + span_words.size
 
     def order(self, number: int, code: OrderCode, lane: int = 0) -> None:
         """Give the order of entry `number`, or turn RUN into SKIP."""
         entry = self._entry_word(number)
         if code is OrderCode.RUN:
             self._words[entry + _LANE] = lane
+            self._words[entry + _LANE_USED] = self._words[self._lane_word(lane) + _NUM_USED]
         self._words[entry + _ORDER] = order_value(number, code)
 
     def is_done(self, number: int) -> bool:
@@ -237,8 +242,8 @@ class Ring:
         """What entry `number` moves, as its order says."""
         first = self._lane_word(int(self._words[self._entry_word(number) + _LANE]))
         begin = first + _SPANS_WORD
-        rows = self._words[begin : begin + int(self._words[first]) * SPAN_WORDS].reshape(-1, SPAN_WORDS)
-        return [Span(*row[:9]) for row in rows.tolist()]
+        rows = self._words[begin : begin + int(self._words[first + _NUM_SPANS]) * SPAN_WORDS].reshape(-1, SPAN_WORDS)
+        return [Span(*row[:_WORDS_OF_A_SPAN]) for row in rows.tolist()]
 
     def offsets_of(self, number: int) -> npt.NDArray[np.int64]:
         """`[max_offsets]` int64 row offsets of the lane of entry `number`."""

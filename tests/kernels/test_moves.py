@@ -14,6 +14,7 @@ from kvxfer.errors import KernelContractError
 from kvxfer.kernels import moves, reference
 from kvxfer.kernels._launch import INTERPRETED
 from kvxfer.memory import HostMemory
+from kvxfer.streams import cuda_stream
 from kvxfer.streams import ring as ring_layout
 from kvxfer.streams.ring import LANES_OFFSET_BYTES, LINEAR, OrderCode, Ring, Span, order_offset_bytes, order_value
 from tests.kernels.conftest import DEVICE
@@ -126,6 +127,7 @@ def test_kernel_and_ring_agree_on_where_words_lie() -> None:
     for name in ("MAX_SPANS", "SPAN_WORDS", "OFFSETS_WORD"):
         assert getattr(moves, name) == getattr(ring_layout, name)
     assert moves.SPANS_WORD == ring_layout.OFFSETS_WORD - ring_layout.MAX_SPANS * ring_layout.SPAN_WORDS
+    assert moves.MAX_MEMORIES == cuda_stream.MAX_MEMORIES
 
 
 @all_ops
@@ -181,6 +183,47 @@ def test_orders_that_are_not_to_run_move_nothing(ops: ModuleType, world: World) 
     world.ring.order(7, OrderCode.SKIP)
     world.move(ops, 7)
     assert world.bytes() == before
+
+
+@all_ops
+@pytest.mark.parametrize("num_used", [-1, 0, 1 << 40])
+def test_a_lane_of_no_or_too_many_words_moves_nothing(ops: ModuleType, num_used: int, world: World) -> None:
+    before = world.bytes()
+    world.order(7, [WHOLE], [])
+    world.ring.memory.array.view(np.int64)[order_offset_bytes(7) // 8 + 3] = num_used
+    world.move(ops, 7)
+    assert world.bytes() == before
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="looks at scratch memory of the host")
+@pytest.mark.parametrize("num_offsets", [0, 1, 2, NUM_OFFSETS])
+def test_an_order_is_staged_as_far_as_it_is_in_use(num_offsets: int, world: World) -> None:
+    spans = [WHOLE, dataclasses.replace(WHOLE, row_bytes=128)]
+    world.order(3, spans, list(range(1, num_offsets + 1)), lane=1)
+    words = torch.from_numpy(world.ring.memory.array.view(np.int64))
+    lane_words = world.ring.lane_bytes // 8
+    lane = words[LANES_OFFSET_BYTES // 8 + lane_words :][:lane_words]
+    num_used = moves.OFFSETS_WORD + num_offsets if num_offsets else moves.SPANS_WORD + 2 * moves.SPAN_WORDS
+    num_staged = num_used + num_used % 2
+    for code in OrderCode.RUN, OrderCode.SKIP:
+        scratch = torch.full((lane_words + 6,), -7)
+        world.ring.order(3, code, 1)
+        moves.stage_order(
+            words,
+            world.table,
+            scratch,
+            order_offset_bytes(3) // 8,
+            order_value(3, OrderCode.RUN),
+            LANES_OFFSET_BYTES // 8,
+            lane_words,
+        )
+        assert scratch[lane_words:].tolist() == world.table.view(-1).tolist()
+        if code is OrderCode.RUN:
+            assert torch.equal(scratch[:num_staged], lane[:num_staged])
+            assert (scratch[num_staged:lane_words] == -7).all()
+        else:
+            assert scratch[0] == 0
+            assert (scratch[1:lane_words] == -7).all()
 
 
 @all_ops
@@ -255,9 +298,13 @@ def test_more_spans_than_a_lane_has_are_cut_to_those(ops: ModuleType, world: Wor
         ("words", {"words": torch.zeros(4000, dtype=torch.int32)}),
         ("memories", {"memories": torch.zeros(3, dtype=torch.int64)}),
         ("memories", {"memories": torch.zeros(4, 2, dtype=torch.int64)[::2]}),
-        ("entry_word", {"entry_word": 3998}),
-        ("lanes_word", {"lanes_word": 4001}),
+        ("words", {"words": torch.zeros(4002, dtype=torch.int64)[1:-1]}),
+        ("memories", {"memories": torch.zeros(257, 2, dtype=torch.int64)}),
+        ("entry_word", {"entry_word": 3997}),
+        ("lanes_word", {"lanes_word": 4002}),
+        ("lanes_word", {"lanes_word": 9}),
         ("lane_words", {"lane_words": moves.OFFSETS_WORD}),
+        ("lane_words", {"lane_words": 1101}),
         ("max_ctas", {"max_ctas": 0}),
     ],
 )

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Final
 
@@ -20,7 +21,8 @@ import torch
 from kvxfer.kernels import reference
 
 OK = (0,)
-CONTEXT, MODULE, FUNCTION = 11, 12, 13
+CONTEXT = 11
+KERNELS = {b"stage cubin": b"stage", b"move cubin": b"move"}
 
 
 class CUresult(enum.IntEnum):
@@ -97,6 +99,9 @@ class FakeCuda:
         self.registered: dict[int, int] = {}
         self.streams: dict[int, Stream] = {0: Stream()}
         self.num_events = 0
+        self.priorities: list[int] = []
+        self.scratch: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self._staged: dict[int, tuple[int, ...]] = {}
         self._depth = 0
         self._failing: dict[str, int] = {}
 
@@ -131,9 +136,6 @@ class FakeCuda:
         assert self._depth >= 0
         return 0, CONTEXT
 
-    def cuCtxGetStreamPriorityRange(self) -> tuple[int, int, int]:
-        return 0, 0, -5
-
     def cuMemHostRegister(self, address: int, num_bytes: int, flags: int) -> tuple[int, ...]:
         assert self._depth
         assert flags == 3
@@ -150,16 +152,28 @@ class FakeCuda:
         del self.registered[address]
         return OK
 
-    def cuModuleLoadData(self, image: bytes) -> tuple[int, int]:
-        assert image == b"cubin"
-        return 0, MODULE
+    def cuMemAlloc(self, num_bytes: int) -> tuple[int, int]:
+        assert self._depth
+        block = ctypes.create_string_buffer(num_bytes)
+        self.scratch[ctypes.addressof(block)] = block
+        return 0, ctypes.addressof(block)
 
-    def cuModuleGetFunction(self, module: int, name: bytes) -> tuple[int, int]:
-        assert (module, name) == (MODULE, b"move_rows")
-        return 0, FUNCTION
+    def cuMemFree(self, address: int) -> tuple[int, ...]:
+        assert self._depth
+        del self.scratch[address]
+        return OK
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[int, bytes]:
+        assert self._depth
+        return 0, KERNELS[image]
+
+    def cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[int, bytes]:
+        assert module == name
+        return 0, name
 
     def cuStreamCreateWithPriority(self, flags: int, priority: int) -> tuple[int, int]:
-        assert (self._depth > 0, flags, priority) == (True, 1, -5)
+        assert (self._depth > 0, flags) == (True, 1)
+        self.priorities.append(priority)
         handle = max(self.streams) + 1
         self.streams[handle] = Stream()
         return 0, handle
@@ -211,30 +225,38 @@ class FakeCuda:
         self.streams[stream].push(reached.is_set)
         return OK
 
-    def cuLaunchKernel(self, function: int, *rest: int) -> tuple[int, ...]:
+    def cuLaunchKernel(self, function: bytes, *rest: int) -> tuple[int, ...]:
         assert self._depth
-        assert function == FUNCTION
         *grid, _shared, stream, pointers, extra = rest
         assert (grid[1:], extra) == ([1, 1, 64, 1, 1], 0)
-        addresses = (ctypes.c_void_p * 10).from_address(pointers)
-        words, memories, entry, run, lanes, lane_words, num_lanes, num_memories, *nulls = (
-            _word(address or 0).value for address in addresses
-        )
-        assert nulls == [0, 0]
-
-        def move() -> bool:
-            reference.move_rows(
-                _tensor(words, lanes + num_lanes * lane_words),
-                _tensor(memories, 2 * num_memories).view(-1, 2),
-                entry,
-                run,
-                lanes,
-                lane_words,
-            )
-            return True
-
-        self.streams[stream].push(move)
+        addresses = (ctypes.c_void_p * {b"stage": 11, b"move": 5}[function]).from_address(pointers)
+        *values, first_null, second_null = (_word(address or 0).value for address in addresses)
+        assert first_null == second_null == 0
+        job = partial(self._stage if function == b"stage" else self._move, grid[0], *values)
+        self.streams[stream].push(job)
         return OK
+
+    def _stage(self, num_ctas: int, words: int, memories: int, scratch: int, *numbers: int) -> bool:
+        """Only remembered: nothing is to change what it reads until the rows are moved."""
+        _, _, _, lane_words, _, num_memories = numbers
+        assert num_ctas == 1
+        assert len(self.scratch[scratch]) >= 8 * (lane_words + 2 * num_memories)
+        self._staged[scratch] = (words, memories, *numbers)
+        return True
+
+    def _move(self, num_ctas: int, scratch: int, *sizes: int) -> bool:
+        words, memories, entry, run, lanes, lane_words, num_lanes, num_memories = self._staged.pop(scratch)
+        assert num_ctas > 1
+        assert sizes == (lane_words, num_memories)
+        reference.move_rows(
+            _tensor(words, lanes + num_lanes * lane_words),
+            _tensor(memories, 2 * num_memories).view(-1, 2),
+            entry,
+            run,
+            lanes,
+            lane_words,
+        )
+        return True
 
     def _check_word(self, address: int, flags: int) -> None:
         assert self._depth

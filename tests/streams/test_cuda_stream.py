@@ -15,9 +15,9 @@ import pytest
 
 import kvxfer.kernels.moves
 from kvxfer.errors import ContractError, RegistrationError, TransportError
-from kvxfer.kernels.moves import CompiledMove
+from kvxfer.kernels.moves import CompiledKernel, CompiledMove
 from kvxfer.memory import HostMemory
-from kvxfer.streams import cuda_stream, driver
+from kvxfer.streams import cuda_stream, cuda_track, driver
 from kvxfer.streams.cuda_stream import CudaRowStream
 from kvxfer.streams.device import DevicePool
 from kvxfer.streams.ring import LINEAR, OrderCode, Ring, Span
@@ -31,15 +31,17 @@ WHOLE = Span(64, 10, 16, 0, 128, LINEAR, 1, 0, LINEAR)
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     made = FakeCuda()
     monkeypatch.setattr(driver, "cuda", lambda: made)
-    monkeypatch.setattr(cuda_stream, "cuda", lambda: made)
-    monkeypatch.setattr(
-        kvxfer.kernels.moves, "compile_move_rows", lambda _capability: CompiledMove(b"cubin", "move_rows", 64, 0)
+    for module in (cuda_stream, cuda_track):
+        monkeypatch.setattr(module, "cuda", lambda: made)
+    compiled = CompiledMove(
+        CompiledKernel(b"stage cubin", "stage", 11, 64, 0), CompiledKernel(b"move cubin", "move", 5, 64, 0)
     )
-    for cached in (driver.gpu, cuda_stream._load_kernel):
+    monkeypatch.setattr(kvxfer.kernels.moves, "compile_move_rows", lambda _capability: compiled)
+    for cached in (driver.gpu, cuda_track.load_kernels):
         cached.cache_clear()
     yield made
     made.cuStreamDestroy(0)
-    for cached in (driver.gpu, cuda_stream._load_kernel):
+    for cached in (driver.gpu, cuda_track.load_kernels):
         cached.cache_clear()
 
 
@@ -92,6 +94,7 @@ def owner(cuda: FakeCuda) -> Iterator[Owner]:
     made.end()
     assert cuda.registered == {}
     assert list(cuda.streams) == [0]
+    assert cuda.scratch == {}
     assert cuda.num_events == 0
 
 
@@ -134,6 +137,11 @@ def test_slots_that_have_moved(owner: Owner, cuda: FakeCuda) -> None:
         assert cuda.registered == {}
 
 
+def test_no_stream_of_its_has_the_priority_of_others(owner: Owner, cuda: FakeCuda) -> None:
+    assert owner.stream.mark(0) == 1
+    assert set(cuda.priorities) == {cuda_stream.STREAM_PRIORITY}
+
+
 @pytest.mark.parametrize("index", [-1, 256])
 def test_memories_are_few(owner: Owner, index: int) -> None:
     with pytest.raises(ContractError, match=f"^memory index: got {index}, expected 0 to 255"):
@@ -154,7 +162,7 @@ def test_marks_rise_behind_the_stream_that_was_given(owner: Owner, cuda: FakeCud
 
 
 def test_a_mark_never_overtakes_one_of_another_stream(owner: Owner, cuda: FakeCuda) -> None:
-    other = driver.gpu(0).create_stream()
+    other = driver.gpu(0).create_stream(0)
     held = [True]
     cuda.streams[0].push(lambda: not held[0])
     first, second = owner.stream.mark(0), owner.stream.mark(other)
@@ -197,6 +205,7 @@ def test_an_entry_that_cannot_be_enqueued_says_why(owner: Owner, cuda: FakeCuda,
         ("cuMemHostRegister", RegistrationError, r"^cuMemHostRegister of 4096 bytes: got .*ulimit -l unlimited"),
         ("cuStreamCreateWithPriority", TransportError, "^cuStreamCreateWithPriority: got CUDA_ERROR_OUT_OF_MEMORY"),
         ("cuModuleLoadData", TransportError, "^cuModuleLoadData: got CUDA_ERROR_OUT_OF_MEMORY"),
+        ("cuMemAlloc", TransportError, "^cuMemAlloc: got CUDA_ERROR_OUT_OF_MEMORY"),
         ("cuMemHostGetDevicePointer", TransportError, "^cuMemHostGetDevicePointer: got CUDA_ERROR_OUT_OF_MEMORY"),
     ],
 )
@@ -208,6 +217,7 @@ def test_a_stream_that_cannot_be_made_leaves_nothing(
         Owner()
     assert cuda.registered == {}
     assert list(cuda.streams) == [0]
+    assert cuda.scratch == {}
     assert cuda.num_events == 0
 
 

@@ -1,0 +1,147 @@
+"""A CUDA stream that carries out entries of a ring one after another, with the kernels and the memory that this takes.
+
+An entry waits for its order, copies it into memory of the GPU (one program), moves its rows (several) and writes its
+done word. A copy by CUDA's copy engines in place of the first kernel would stand, waiting, at the head of a queue that
+the worker's own copies share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from kvxfer.streams.driver import Gpu, check, cuda, gpu
+from kvxfer.streams.ring import (
+    LANES_OFFSET_BYTES,
+    OrderCode,
+    Ring,
+    done_offset_bytes,
+    done_value,
+    order_offset_bytes,
+    order_value,
+    wait_value,
+)
+
+if TYPE_CHECKING:
+    from kvxfer.kernels.moves import CompiledKernel
+
+WAIT_GEQ: Final = 0
+"""CU_STREAM_WAIT_VALUE_GEQ"""
+WRITE_DEFAULT: Final = 0
+"""CU_STREAM_WRITE_VALUE_DEFAULT: behind a memory barrier."""
+# Parameters of the kernels: of the first, then of the second.
+_WORDS, _MEMORIES, _SCRATCH, _ENTRY, _RUN, _LANES, _LANE_WORDS, _NUM_LANES, _NUM_MEMORIES = range(9)
+_MOVE_SCRATCH, _MOVE_LANE_WORDS, _MOVE_NUM_MEMORIES = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """A loaded kernel of one GPU; it stays loaded as long as the process lives."""
+
+    function: Any
+    num_params: int
+    num_threads: int
+    shared_bytes: int
+
+
+@functools.cache
+def load_kernels(device_index: int) -> tuple[_Kernel, _Kernel]:
+    """The kernels that stage an order and move its rows. The first call takes seconds where they are not in Triton's
+    cache. Raises `EngineMissingError`, `KernelContractError` and `TransportError`."""
+    from kvxfer.kernels.moves import compile_move_rows
+
+    compiled = compile_move_rows(gpu(device_index).capability)
+    return _load(compiled.stage, device_index), _load(compiled.move, device_index)
+
+
+def _load(compiled: CompiledKernel, device_index: int) -> _Kernel:
+    driver = cuda()
+    with gpu(device_index):
+        module = check("cuModuleLoadData", driver.cuModuleLoadData(compiled.cubin))
+        function = check("cuModuleGetFunction", driver.cuModuleGetFunction(module, compiled.name.encode()))
+    return _Kernel(function, compiled.num_params, compiled.num_threads, compiled.shared_bytes)
+
+
+class _Launch:
+    """A kernel and its parameters as CUDA wants them, pointers to values. A launch copies the values at once."""
+
+    def __init__(self, kernel: _Kernel, num_ctas: int, stream: Any) -> None:  # noqa: ANN401
+        self.values = (ctypes.c_int64 * kernel.num_params)()
+        first = ctypes.addressof(self.values)
+        self._pointers = (ctypes.c_void_p * kernel.num_params)(*range(first, first + 8 * kernel.num_params, 8))
+        self._arguments = (
+            *(kernel.function, num_ctas, 1, 1, kernel.num_threads, 1, 1, kernel.shared_bytes),
+            *(stream, ctypes.addressof(self._pointers), 0),
+        )
+        self._driver = cuda()
+
+    def __call__(self) -> None:
+        check("cuLaunchKernel", self._driver.cuLaunchKernel(*self._arguments))
+
+
+class Track:
+    """One stream. Its entries use one scratch memory, which each leaves before the next begins."""
+
+    def __init__(
+        self, device: Gpu, priority: int, max_ctas: int, memories: tuple[int, int], scratch_bytes: int
+    ) -> None:
+        """`memories`: address and length of the table of memories, as the GPU sees it. Raises `TransportError`."""
+        self._gpu = device
+        self._driver = cuda()
+        self._address = 0  # of the ring
+        stage, move = load_kernels(device.device_index)
+        self._stream = device.create_stream(priority)
+        try:
+            with device:
+                self._scratch = int(check("cuMemAlloc", self._driver.cuMemAlloc(scratch_bytes)))
+        except BaseException:
+            self._driver.cuStreamDestroy(self._stream)
+            raise
+        self._stage = _Launch(stage, 1, self._stream)
+        self._move = _Launch(move, max_ctas, self._stream)
+        self._stage.values[_MEMORIES], self._stage.values[_NUM_MEMORIES] = memories
+        self._stage.values[_SCRATCH] = self._move.values[_MOVE_SCRATCH] = self._scratch
+        self._move.values[_MOVE_NUM_MEMORIES] = memories[1]
+
+    def set_ring(self, ring: Ring, address: int) -> None:
+        """Entries are those of `ring`, which the GPU sees at `address`."""
+        self._address = address
+        values = self._stage.values
+        values[_WORDS] = address
+        values[_LANES] = LANES_OFFSET_BYTES // 8
+        values[_LANE_WORDS] = self._move.values[_MOVE_LANE_WORDS] = ring.lane_bytes // 8
+        values[_NUM_LANES] = ring.num_lanes
+
+    def enqueue(self, number: int) -> None:
+        """Wait for the order of entry `number`, carry it out, write its done word. The context is current.
+
+        Raises `TransportError`.
+        """
+        driver, stream = self._driver, self._stream
+        order_address = self._address + order_offset_bytes(number)
+        waiting = driver.cuStreamWaitValue64(stream, order_address, wait_value(number), WAIT_GEQ)
+        check("cuStreamWaitValue64", waiting)
+        self.launch(number)
+        done_address = self._address + done_offset_bytes(number)
+        writing = driver.cuStreamWriteValue64(stream, done_address, done_value(number), WRITE_DEFAULT)
+        check("cuStreamWriteValue64", writing)
+
+    def launch(self, number: int) -> None:
+        """Carry out the order that entry `number` has. The context is current. Raises `TransportError`."""
+        self._stage.values[_ENTRY] = order_offset_bytes(number) // 8
+        self._stage.values[_RUN] = order_value(number, OrderCode.RUN)
+        self._stage()
+        self._move()
+
+    def drain(self) -> None:
+        """Wait until all that was enqueued has ended. Raises `TransportError`."""
+        with self._gpu:
+            check("cuStreamSynchronize", self._driver.cuStreamSynchronize(self._stream))
+
+    def close(self) -> None:
+        """Give back what was made. A context that is broken refuses, and has nothing left to give back."""
+        with self._gpu:
+            self._driver.cuStreamDestroy(self._stream)
+            self._driver.cuMemFree(self._scratch)
