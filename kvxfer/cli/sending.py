@@ -43,11 +43,13 @@ class Sending:
         self._client = client
         self._products = products
         self._clock = ClientClock()
+        self._transfer = ""
         self._end: TransferEvent | None = None
 
     def run(self, command: SendChunks, device_bytes: Callable[[], int]) -> Sent:
         """Submit the chunks and wait for the end. Raises `KvxferError`."""
         ticket = decode_ticket(command.ticket)
+        self._transfer = ticket.transfer
         if self._products is not None:
             self._products.run_up()
         first = self._products.last_done() if self._products is not None else None
@@ -102,7 +104,8 @@ class Sending:
             self._products.step()
             timeout_s = 0.0
         event = self._clock.call(partial(self._client.next_event, timeout_s))
-        if event is not None and event.event is not EventKind.SOURCE_FREE:
+        # Events of transfers before this one, given up by their deadlines, may still come.
+        if event is not None and event.transfer == self._transfer and event.event is not EventKind.SOURCE_FREE:
             self._end = event
 
 
