@@ -92,7 +92,8 @@ def test_readiness_ends_with_sigterm_while_a_transfer_drains(tmp_path: Path, age
         world.move(8)
         request = world.begin(40)
         world.submit(request, 0, 20)
-        until(lambda: Scrape(pages)("kvxfer_transfers_open", "prefill") == 1, "the transfer is open")
+        seat, _ = world.decode[0]
+        until(lambda: bool((seat.memory.array != seat.expected).any()), "rows of the first chunk come")
         os.kill(child.pid, signal.SIGTERM)
         until(lambda: get(pages, "/readyz") == (503, "shutting down\n"), "it says so")
         assert get(pages, "/healthz") == (200, "ok\n")
@@ -104,13 +105,13 @@ def test_readiness_ends_with_sigterm_while_a_transfer_drains(tmp_path: Path, age
 
 
 def test_a_loop_that_hangs_is_seen_and_one_that_goes_on_too(agents: _Agents) -> None:
-    child, pages = agents.start("p0", "tests.ops.hooked_agent", f"{MAX_SILENCE_S + 2.0}")
+    child, pages = agents.start("p0", "tests.ops.hooked_agent", f"{MAX_SILENCE_S + 4.0}")
     until(lambda: get(pages, "/readyz")[0] == 200, "it is ready")
     os.kill(child.pid, signal.SIGUSR1)
     hung_at = time.monotonic()
-    until(lambda: get(pages, "/healthz")[0] == 503, "it is found to hang", MAX_SILENCE_S + 1.9)
+    until(lambda: get(pages, "/healthz")[0] == 503, "it is found to hang", MAX_SILENCE_S + 3.9)
     assert time.monotonic() - hung_at > MAX_SILENCE_S - 0.2
-    assert get(pages, "/readyz")[1].startswith("the loop has not turned for 5.")
+    assert get(pages, "/readyz")[1].startswith("the loop has not turned for ")
     until(lambda: get(pages, "/healthz") == (200, "ok\n"), "it goes on")
     assert get(pages, "/readyz")[0] == 200
 
