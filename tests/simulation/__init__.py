@@ -17,6 +17,8 @@ What is modelled:
   does; its report may come early (`unknown`), late, or be wrong after the target's engine object was replaced
 - delays have heavy tails: none, short, longer than a deadline
 - an agent stops between any two actions, for a while or for ever; so do its threads between queue, flag and bytes
+- rows are computed by a stream of their worker, some time after the chunk was submitted, or never by the value that was
+  named
 - agents come back with new incarnations, workers are lost and come back with new pools
 - connections lose their newest messages unseen; as faults beyond what a connection may do, messages overtake or repeat,
   and single ones of those that are said again are lost, which no transfer may feel

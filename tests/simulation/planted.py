@@ -34,6 +34,7 @@ class Bug(enum.Enum):
     LOST_CREDITS_FORGOTTEN = "lost-credits-forgotten"
     REGION_NOT_CHECKED = "region-not-checked"  # credits are used whatever region they mean
     CORRUPTION_IGNORED = "corruption-ignored"
+    TIMELINE_IGNORED = "timeline-ignored"
 
 
 def plant_in_prefill(bug: Bug | None, agent: SimPrefill) -> None:
@@ -69,6 +70,9 @@ def plant_in_prefill(bug: Bug | None, agent: SimPrefill) -> None:
                     life.send_quiesced(leg, now)
 
             _replace(life, "quiesce", quiesce)
+        case Bug.TIMELINE_IGNORED:
+            submit = agent.core.submit
+            _replace(agent.core, "submit", lambda chunk, now: submit(msgspec.structs.replace(chunk, ready=0), now))
         case Bug.REGION_NOT_CHECKED:
             receive = agent.core.receive
 

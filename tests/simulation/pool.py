@@ -41,6 +41,9 @@ class WorkerPool:
     def __init__(self, layout: PoolLayout) -> None:
         self.layout = layout
         self.is_lost = False
+        self.timeline = 0  # the word that the worker's stream raises
+        self.num_marked = 0
+        self.stream_until = 0.0  # when the stream has done what it was given
         self._bytes = bytearray(_POISON * (max(group.extent_bytes for group in layout.groups) // ROW_BYTES + 1))
         self._free = {group.name: list(range(group.num_pages))[::-1] for group in layout.groups}
         self.rows: dict[int, tuple[Side, bytes]] = {}
@@ -56,8 +59,12 @@ class WorkerPool:
             )
             side.pages[group.name] = [self._free[group.name].pop() for _ in range(num_pages)]
 
-    def hold(self, side: Side, tokens: TokenRange, layers: LayerRange | None, first_token: int, *, fill: bool) -> None:
-        """The rows of `tokens` are used for `side` from now on; with `fill` they get their values."""
+    def hold(
+        self, side: Side, tokens: TokenRange, layers: LayerRange | None, first_token: int, *, fill: bool
+    ) -> list[int]:
+        """The rows of `tokens` are used for `side` from now on; with `fill` they get their values. Returns where they
+        are."""
+        offsets = []
         for group in self.layout.groups:
             held_layers = group.layers if layers is None else group.layers.intersect(layers)
             for token, row in owned_rows(self.layout, group, tokens.end).items():
@@ -70,7 +77,16 @@ class WorkerPool:
                     if fill:
                         self._bytes[offset : offset + ROW_BYTES] = value
                     self.rows[offset] = (side, value)
-                    side.offsets.append(offset)
+                    offsets.append(offset)
+        side.offsets += offsets
+        return offsets
+
+    def fill(self, side: Side, offsets: list[int]) -> None:
+        """The worker's stream has come to these rows. Of a transfer that has ended, their worker has told it."""
+        for offset in offsets:
+            owner, value = self.rows.get(offset, (None, b""))
+            if owner is side:
+                self._bytes[offset : offset + ROW_BYTES] = value
 
     def pages_of(self, side: Side, tokens: TokenRange, first_token: int) -> tuple[GroupPages, ...]:
         """The pages of `tokens` as a submit or an open names them."""

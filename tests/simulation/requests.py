@@ -11,7 +11,7 @@ from kvxfer.control.messages import Open, Source, Submit, Ticket, TransferEvent
 from kvxfer.errors import LayoutError, RefusedError
 from kvxfer.layout import LayerRange, TokenRange
 from kvxfer.transfer import EventKind
-from tests.simulation.pool import Side
+from tests.simulation.pool import Side, WorkerPool
 from tests.simulation.topology import MAX_TOKENS
 from tests.simulation.violation import check
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PATIENT_S = 500.0
 MAX_REOPENS = 2
+_NEVER = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +136,15 @@ class Request:
             return
         self._reached.add(agent.incarnation)
         side = side or self._new_prefill_side(agent)
-        agent.pool.hold(side, spec.tokens, spec.layers, 0, fill=True)
+        is_late = world.setup.has_timeline and world.choices.chance(600)
+        offsets = agent.pool.hold(side, spec.tokens, spec.layers, 0, fill=not is_late)
         submit = Submit(
             transfer=self.transfer,
             groups=agent.pool.pages_of(side, spec.tokens, 0),
             layers=spec.layers,
             last=chunk_idx == len(self.chunks) - 1,
             deadline_s=self.deadline_s,
+            ready=self._compute(agent, agent.pool, side, offsets) if is_late else 0,
         )
         side.deadline = world.clock.now + self.deadline_s
         try:
@@ -157,6 +160,30 @@ class Request:
             world.later(world.delay_s(world.setup.control), lambda: self._submit_next(agent, chunk_idx + 1))
         if self._has_given_up:
             self.give_up()
+
+    def _compute(self, agent: SimPrefill, pool: WorkerPool, side: Side, offsets: list[int]) -> int:
+        """The worker's stream has been given the computation of these rows, and a mark behind it. Returns the value
+        that the timeline has reached then; now and then a wrong one, which it never reaches."""
+        world = self.world
+        pool.num_marked += 1
+        value = pool.num_marked
+        done_at = max(pool.stream_until, world.clock.now + world.delay_s(world.setup.rows))
+        pool.stream_until = done_at
+
+        def look() -> None:
+            if agent.pool is pool:
+                agent.core.timeline_reached(pool.timeline, world.clock.now)
+
+        def done() -> None:
+            pool.fill(side, offsets)
+            pool.timeline = value
+            agent.post(look)
+
+        world.later(done_at - world.clock.now, done)
+        if world.faults.is_due(30):
+            self.is_tainted = True
+            return _NEVER
+        return value
 
     # ---- the decode side ----
 

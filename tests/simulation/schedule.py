@@ -52,6 +52,7 @@ class Setup:
     control: DelayShape
     wire: DelayShape
     rows: DelayShape
+    has_timeline: bool
     num_requests: int
     num_incidents: int
     faults: Faults
@@ -83,6 +84,7 @@ def draw_setup(choices: Choices) -> Setup:
         control=choices.one_of(SHAPES),
         wire=choices.one_of(SHAPES),
         rows=choices.one_of(SHAPES),
+        has_timeline=choices.pick(3) == 2,
         num_requests=1 + choices.pick(4),
         num_incidents=choices.one_of((0, 1, 2, 4)),
         faults=faults,

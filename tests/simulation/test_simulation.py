@@ -18,6 +18,7 @@ _KINDS = {
     Bug.LOST_CREDITS_FORGOTTEN: {"fair transfer failed"},
     Bug.REGION_NOT_CHECKED: {"written to an old region"},
     Bug.CORRUPTION_IGNORED: {"corrupt segment", "landed too early"},
+    Bug.TIMELINE_IGNORED: {"wrong value", "landed too early"},
 }
 
 
