@@ -18,7 +18,7 @@ from kvxfer.streams.device import DevicePool, PoolHandle, allocate_pool, map_poo
 from tests.gpu.mapping_child import SEED
 from tests.gpu.orders import MEMORY_BYTES, PEER, contents
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(80)]
+pytestmark = pytest.mark.gpu(limit_s=40.0)
 ROOT = Path(__file__).parents[2]
 
 
@@ -46,7 +46,7 @@ def test_another_process_pulls_rows_from_both_kinds() -> None:
         pass_fds=(fd,),
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=35,
         check=True,
     )
     assert result.stdout == "pulled\n"
