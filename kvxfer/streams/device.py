@@ -77,8 +77,11 @@ class MappedPool:
         allocation: Any | None,  # noqa: ANN401
         *,
         is_maker: bool = False,
+        is_read_only: bool = False,
     ) -> None:
         """Use `allocate_pool` or `map_pool`. `allocation` is None for legacy handles."""
+        self.is_read_only = is_read_only
+        """Whether CUDA keeps this process from writing here: a kernel that tries breaks its context."""
         self.pool = DevicePool(address + handle.offset_bytes, handle.num_bytes, device.device_index)
         self._gpu = device
         self._handle = handle
@@ -160,7 +163,7 @@ def allocate_pool(num_bytes: int, device_index: int) -> MappedPool:
         mapped_bytes = num_bytes + -num_bytes % granule_bytes
         allocation = check("cuMemCreate", driver.cuMemCreate(mapped_bytes, properties, 0))
         try:
-            address = _map(allocation, mapped_bytes, device_index)
+            address = _map(allocation, mapped_bytes, device_index, is_read_only=False)
         except TransportError:
             driver.cuMemRelease(allocation)
             raise
@@ -199,8 +202,11 @@ def share_legacy(pool: DevicePool) -> PoolHandle:
     )
 
 
-def map_pool(handle: PoolHandle, fd: int | None = None) -> MappedPool:
+def map_pool(handle: PoolHandle, fd: int | None = None, *, is_read_only: bool = False) -> MappedPool:
     """Map a pool that another process shared, on the GPU that its handle names. `fd` stays the caller's.
+
+    `is_read_only`: rows are only pulled from it, so map it without leave to write. Legacy handles and some drivers have
+    no such mappings; there it is writable all the same, and `MappedPool.is_read_only` says so.
 
     Raises `HandoffError` where that cannot be, with the remedy; nothing is mapped then.
     """
@@ -225,11 +231,19 @@ def map_pool(handle: PoolHandle, fd: int | None = None) -> MappedPool:
         kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         allocation = check("cuMemImportFromShareableHandle", driver.cuMemImportFromShareableHandle(fd, kind))
         try:
-            address = _map(allocation, handle.mapped_bytes, device.device_index)
+            address, is_read_only = _map_as(allocation, handle.mapped_bytes, device.device_index, is_read_only)
         except TransportError:
             driver.cuMemRelease(allocation)
             raise
-    return MappedPool(device, handle, address, allocation)
+    return MappedPool(device, handle, address, allocation, is_read_only=is_read_only)
+
+
+def _map_as(allocation: Any, mapped_bytes: int, device_index: int, is_read_only: bool) -> tuple[int, bool]:  # noqa: ANN401
+    """Map an allocation; its address, and whether it is read-only, which not every driver can do."""
+    if is_read_only:
+        with contextlib.suppress(TransportError):
+            return _map(allocation, mapped_bytes, device_index, is_read_only=True), True
+    return _map(allocation, mapped_bytes, device_index, is_read_only=False), False
 
 
 def _open_legacy(handle: PoolHandle) -> int:
@@ -252,8 +266,8 @@ def _location(device_index: int) -> Any:  # noqa: ANN401
     return location
 
 
-def _map(allocation: Any, mapped_bytes: int, device_index: int) -> int:  # noqa: ANN401
-    """Map an allocation, readable and writable; its address."""
+def _map(allocation: Any, mapped_bytes: int, device_index: int, *, is_read_only: bool) -> int:  # noqa: ANN401
+    """Map an allocation; its address."""
     driver = cuda()
     address = int(check("cuMemAddressReserve", driver.cuMemAddressReserve(mapped_bytes, 0, 0, 0)))
     try:
@@ -261,7 +275,10 @@ def _map(allocation: Any, mapped_bytes: int, device_index: int) -> int:  # noqa:
         try:
             access = driver.CUmemAccessDesc()
             access.location = _location(device_index)
-            access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            flags = driver.CUmemAccess_flags
+            access.flags = (
+                flags.CU_MEM_ACCESS_FLAGS_PROT_READ if is_read_only else flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            )
             check("cuMemSetAccess", driver.cuMemSetAccess(address, mapped_bytes, [access], 1))
         except TransportError:
             driver.cuMemUnmap(address, mapped_bytes)

@@ -1,6 +1,7 @@
 """A second process on the GPU, which maps the pools of the first: python -m tests.gpu.mapping_child REQUEST FD.
 
-It pulls rows out of both pools into one of its own by a row stream, and says "pulled" when they are right.
+It pulls rows out of both pools into one of its own by a row stream, and says "pulled" when they are right, and whether
+CUDA would have kept it from writing into the first.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def main(request: str, fd: int) -> None:
         PoolHandle(**{**fields, "ipc": base64.b64decode(fields["ipc"])})
         for fields in json.loads(base64.b64decode(request))
     ]
-    mapped = [map_pool(handles[0], fd), map_pool(handles[1])]
+    mapped = [map_pool(handle, each, is_read_only=True) for handle, each in zip(handles, (fd, None), strict=True)]
+    assert not mapped[1].is_read_only, "legacy handles have no such mappings"
     own = allocate_pool(MEMORY_BYTES, 0)
     memories = contents(SEED)
     tensor = own.tensor()
@@ -61,11 +63,12 @@ def main(request: str, fd: int) -> None:
     assert_same(tensor.cpu().numpy(), memories[0], "own pool")
     stream.close()
     del tensor
+    is_read_only = mapped[0].is_read_only
     for pool in (*mapped, own):
         pool.close()
     slots.close()
     ring.close()
-    sys.stdout.write("pulled\n")
+    sys.stdout.write(f"pulled, {is_read_only=}\n")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,9 @@ def test_another_process_pulls_rows_from_both_kinds() -> None:
         timeout=35,
         check=True,
     )
-    assert result.stdout == "pulled\n"
+    # Whether there are mappings without leave to write is the driver's affair.
+    sys.stdout.write(result.stdout)
+    assert result.stdout in ("pulled, is_read_only=True\n", "pulled, is_read_only=False\n")
     assert torch.equal(tensor.cpu(), bytes_of_pool)
     del tensor
     os.close(fd)
