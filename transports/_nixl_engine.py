@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvxfer.errors import EngineMissingError
+from kvxfer.errors import EngineMissingError, TransportError
 from kvxfer.transports._engine_thread import EngineError
 from kvxfer.transports._engine_transport import UnreachablePeerError, host_id
 from kvxfer.transports._metadata import Metadata
@@ -104,8 +104,14 @@ class NixlEngine:
         config.pthrDelay = _PROGRESS_INTERVAL_US
         config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
         self._agent: Any = bindings.nixlAgent(endpoint, config)
-        with ucx_log().environment():
-            self._backend = self._agent.createBackend("UCX", {})
+        try:
+            with ucx_log().environment():
+                self._backend = self._agent.createBackend("UCX", {})
+        except bindings.nixlBackendError as error:
+            raise TransportError(
+                f"UCX does not start ({error}): look whether transport.interface is up and whether the variables UCX_* "
+                "of this process leave it a way to peers"
+            ) from error
         self._peers: dict[str, Metadata] = {}
         self._resting: OrderedDict[str, None] = OrderedDict()  # endpoints of dropped peers that are still loaded
         self._faulty: set[str] = set()  # endpoints that a write has failed to, or may still be under way to

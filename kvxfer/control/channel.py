@@ -22,7 +22,7 @@ from typing import Protocol, Self
 import zmq
 
 from kvxfer.control.codec import MAX_FRAME_BYTES
-from kvxfer.control.doorkeeper import ConnectionWatch
+from kvxfer.control.doorkeeper import ConnectionWatch, is_readable
 from kvxfer.control.socket_dir import CONTROL_SOCKET, SocketClaim, group_only_umask, socket_path
 from kvxfer.errors import ConfigError, ControlError, ProtocolError
 
@@ -30,6 +30,7 @@ REMOTE = b""
 """Name of the one peer at the other end of a `Connection` or a `WorkerConnection`."""
 _QUEUE_MESSAGES = 8192
 _LINGER_MS = 250
+_MORE = int(zmq.RCVMORE)
 HANDSHAKE_MS = 5000
 _MAX_SOCKETS = 8192
 _MAX_DROPS_PER_CALL = 64
@@ -125,16 +126,15 @@ class Channel:
         if self._closed:
             return None
         for _ in range(_MAX_DROPS_PER_CALL):
-            try:
-                parts = [self._receive_part()]
-                num_parts = 1
-                while self._socket.rcvmore:
-                    part = self._receive_part()
-                    num_parts += 1
-                    if len(parts) <= self._num_envelope_frames:  # a peer may send many thousand
-                        parts.append(part)
-            except zmq.Again:
+            if not is_readable(self._socket):
                 return None
+            parts = [self._receive_part()]
+            num_parts = 1
+            while self._socket.getsockopt(_MORE):
+                part = self._receive_part()
+                num_parts += 1
+                if len(parts) <= self._num_envelope_frames:  # a peer may send many thousand
+                    parts.append(part)
             if num_parts == self._num_envelope_frames + 1 and self._is_sender(parts[0]):
                 return (parts[0], parts[1]) if self._num_envelope_frames else (REMOTE, parts[0])
             self.dropped += 1

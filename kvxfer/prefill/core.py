@@ -91,9 +91,7 @@ class PrefillCore:
 
     def take_actions(self) -> list[Action]:
         """What to do now, in order."""
-        actions = list(self._life.outbox)
-        self._life.outbox.clear()
-        return actions
+        return self._life.take_actions()
 
     # ---- the worker ----
 
@@ -324,8 +322,7 @@ class PrefillCore:
 
     def rotated(self, now: float) -> None:
         """The engine object was replaced and has reported its writes: nothing can use a quarantined slot any more."""
-        self._life.sender.slots.release_quarantine()
-        self._life.sender.pump(now)
+        self._life.rotated(now)
 
     def tick(self, now: float) -> None:
         """Time has passed: deadlines, and answers that were not acknowledged."""

@@ -52,6 +52,7 @@ class Lifecycle:
         self.num_fallbacks = 0  # gathers that failed and whose rows went run by run
         self.totals = Totals(_log)
         self.transfers: dict[str, Transfer] = {}
+        self._pump_at: float | None = None  # when what may let operations begin happened last
         self.ended: OrderedDict[str, Reason | None] = OrderedDict()
         """The newest transfers that were forgotten, and why they ended; None for those that were sent."""
 
@@ -62,6 +63,20 @@ class Lifecycle:
         self.totals.pack_s += pack_s
         self.totals.send_s += send_s
         transfer.num_descriptors += num_descriptors
+
+    def take_actions(self) -> list[Action]:
+        """What to do now, in order. Slots are given out here, once for all that has happened since the last call."""
+        if self._pump_at is not None:
+            self.sender.pump(self._pump_at)
+            self._pump_at = None
+        actions = list(self.outbox)
+        self.outbox.clear()
+        return actions
+
+    def rotated(self, now: float) -> None:
+        """No engine object is left that could use a quarantined slot."""
+        self.sender.slots.release_quarantine()
+        self._pump_at = now
 
     def pulled(self, transfer: Transfer, leg: Leg, chunk: int, now: float) -> None:
         """The peer reads `chunk` of an active leg no more; said again it changes nothing."""
@@ -75,8 +90,8 @@ class Lifecycle:
             leg.lease = None
 
     def advance(self, transfer: Transfer, now: float) -> None:
-        """Do all that has become possible: operations, finished legs, events."""
-        self.sender.pump(now)
+        """Do all that has become possible: finished legs, events; operations when actions are taken."""
+        self._pump_at = now
         for leg in transfer.legs.values():
             if leg.state is LegState.STOPPING:
                 self.quiesce(leg, now)

@@ -85,7 +85,7 @@ class Sender:
 
     def pump(self, now: float) -> None:
         """Emit every gather and write that slots and credits allow."""
-        for leg in (*self._turns, *self._serial.waiting()):
+        for leg in self._serial.waiting(self._turns):
             self.write_packed(leg, now)
         while (leg_next := self._next_leg()) is not None:
             self._lease(leg_next, now)
@@ -93,9 +93,10 @@ class Sender:
 
     def write_packed(self, leg: Leg, now: float) -> None:
         """Emit a write for every packed segment of `leg` that has a credit."""
-        filling = (each for op in self._gathers.values() for each in op.legs)
-        if not self._serial.may_send(leg, self._turns, filling, has_slot=self.slots.num_free > 0):
-            return
+        if leg.mode is Mode.SERIAL:
+            filling = (each for op in self._gathers.values() for each in op.legs)
+            if not self._serial.may_send(leg, self._turns, filling, has_slot=self.slots.num_free > 0):
+                return
         while leg.packed and leg.credits and leg.state is LegState.ACTIVE:
             self._write(leg, leg.packed.popleft(), leg.credits.popleft(), now)
 

@@ -18,10 +18,8 @@ class SerialGate:
         self._held_back: list[Leg] = []
 
     def may_send(self, leg: Leg, turns: Iterable[Leg], filling: Iterable[Leg], *, has_slot: bool) -> bool:
-        """Whether packed segments of `leg` may go. `turns` have segments that hold no slot, `filling` are being
-        packed. A leg that may not is `waiting()` until it may."""
-        if leg.mode is not Mode.SERIAL:
-            return True
+        """Whether packed segments of `leg`, in mode serial, may go. `turns` have segments that hold no slot, `filling`
+        are being packed. A leg that may not is `waiting()` until it may."""
         if leg.is_sending and not leg.packed and leg.num_held == 0:
             leg.is_sending = False
         if not leg.is_sending and leg.packed:
@@ -33,10 +31,10 @@ class SerialGate:
                 self._held_back.append(leg)
         return leg.is_sending
 
-    def waiting(self) -> list[Leg]:
-        """Legs that were held back since the last call: look whether they may send now."""
+    def waiting(self, turns: Iterable[Leg]) -> list[Leg]:
+        """Legs in mode serial that may send by now, perhaps: of `turns`, and those held back since the last call."""
         held_back, self._held_back = self._held_back, []
-        return held_back
+        return [leg for leg in turns if leg.mode is Mode.SERIAL] + held_back
 
     @staticmethod
     def may_pack(leg: Leg) -> bool:
