@@ -71,7 +71,7 @@ class _AsyncClient:
         timeout_s: float = 10.0,
     ) -> Self:
         """As `PrefillClient.connect`. The hand-over itself runs on a thread of its own."""
-        handed_over = await _hand_over(socket_dir, memory, layout, placement, timeout_s)
+        handed_over = await _hand_over(socket_dir, memory, layout, placement, timeout_s, is_prefill=cls._is_prefill)
         client = cls(AgentLink(socket_dir, handed_over), asyncio.get_running_loop())
         try:
             attach = AttachWorker(pool=handed_over.connection.pool)
@@ -257,9 +257,12 @@ async def _hand_over(
     layout: PoolLayout,
     placement: PoolPlacement | None,
     timeout_s: float,
+    *,
+    is_prefill: bool,
 ) -> HandedOver:
     executor = ThreadPoolExecutor(1, "kvxfer-handoff")
-    future = executor.submit(hand_over_pool, socket_dir, memory, layout, placement, timeout_s)
+    hand = partial(hand_over_pool, is_prefill=is_prefill)
+    future = executor.submit(hand, socket_dir, memory, layout, placement, timeout_s)
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:

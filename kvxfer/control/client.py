@@ -99,7 +99,7 @@ class _Client:
         `AgentLostError` where there is none, `ControlTimeoutError` where it does not answer, `ContractError` for a
         placement that the memory cannot have, `TransportError` where the GPU refuses.
         """
-        handed_over = hand_over_pool(socket_dir, memory, layout, placement, timeout_s)
+        handed_over = hand_over_pool(socket_dir, memory, layout, placement, timeout_s, is_prefill=cls._is_prefill)
         client = cls(AgentLink(socket_dir, handed_over))
         try:
             attach = AttachWorker(pool=handed_over.connection.pool)

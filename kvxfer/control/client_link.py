@@ -51,9 +51,11 @@ def hand_over_pool(
     layout: PoolLayout,
     placement: PoolPlacement | None,
     timeout_s: float,
+    *,
+    is_prefill: bool,
 ) -> HandedOver:
-    """Hand `memory` over as its placement says. Raises as `hand_over`, and `ContractError` for a placement that the
-    memory cannot have."""
+    """Hand `memory` over as its placement says; a prefill worker's rows leave its pool, others come. Raises as
+    `hand_over`, and `ContractError` for a placement that the memory cannot have."""
     began_s = time.monotonic()
     if isinstance(memory, HostMemory) and placement in ("agent", None):
         return HandedOver(hand_over(socket_dir, memory, layout, timeout_s), time.monotonic() - began_s)
@@ -65,19 +67,20 @@ def hand_over_pool(
     with ExitStack() as stack:
         stack.callback(connection.close)
         stack.callback(shared.close)
-        stream = _open_stream(memory, shared)
+        stream = _open_stream(memory, shared, is_prefill=is_prefill)
         stack.callback(stream.close)
         worker_stream = WorkerStream(stream, shared, connection.fileno())
         stack.pop_all()
     return HandedOver(connection, waited_s, worker_stream)
 
 
-def _open_stream(memory: HostMemory | DevicePool, shared: StreamMemory) -> RowStream:
+def _open_stream(memory: HostMemory | DevicePool, shared: StreamMemory, *, is_prefill: bool) -> RowStream:
     if isinstance(memory, HostMemory):
         return HostRowStream(shared.ring, memory, shared.slots)
-    from kvxfer.streams.cuda_stream import CudaRowStream  # CUDA and torch: only where a pool lies on a GPU
+    from kvxfer.streams import cuda_stream  # CUDA and torch: only where a pool lies on a GPU
 
-    return CudaRowStream(shared.ring, memory, shared.slots)
+    max_ctas = cuda_stream.GATHER_CTAS if is_prefill else cuda_stream.SCATTER_CTAS
+    return cuda_stream.CudaRowStream(shared.ring, memory, shared.slots, max_ctas=max_ctas)
 
 
 class AgentLink:
