@@ -1,6 +1,8 @@
 """Rates of row streams on a GPU, with orders from a process without CUDA: 8 MiB segments of 1152-byte rows, DCP 8.
 
 python -m benchmarks.gpu_stream [--json FILE] [--only idle,busy,device,waits]
+
+All in about 25 s, besides the start of CUDA and, once, the compilation of the kernels.
 """
 
 from __future__ import annotations
@@ -8,8 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,11 +20,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_stream_agent import MAX_IN_FLIGHT, MAX_SEGMENTS_PER_ORDER, SEGMENT_BYTES, make_offsets, segment_rows
+from benchmarks.gpu_stream_agent import (
+    MAX_IN_FLIGHT,
+    MAX_SEGMENTS_PER_ORDER,
+    ROW_BYTES,
+    SEGMENT_BYTES,
+    Agent,
+    Task,
+    make_offsets,
+    segment_rows,
+)
+from benchmarks.gpu_stream_waits import held_streams, time_waits
 from kvxfer.memory import HostMemory
-from kvxfer.streams.cuda_stream import CudaRowStream
+from kvxfer.streams.cuda_stream import GATHER_CTAS, PULL_CTAS, SCATTER_CTAS, STREAM_PRIORITY, CudaRowStream
 from kvxfer.streams.device import DevicePool
-from kvxfer.streams.driver import gpu
 from kvxfer.streams.ring import Ring
 
 POOL_BYTES = 1 << 30
@@ -37,11 +46,12 @@ cuda: Any = torch.cuda  # not all of it has types
 class Case:
     """What is measured: `num_entries` entries of `num_segments` segments each, `in_flight` orders open at a time."""
 
-    way: str = "gather"
+    way: str
+    max_ctas: int
     busy: str = "none"
-    in_flight: int = 8
+    in_flight: int = MAX_IN_FLIGHT
     num_streams: int = 1
-    max_ctas: int = 32
+    priority: int = STREAM_PRIORITY
     num_segments: int = 1
     num_entries: int = 400
 
@@ -64,9 +74,11 @@ class Work:
         self._out = torch.empty_like(self._values)
         self._stream = cuda.Stream()
         self._events: deque[Any] = deque()
-        self.num_done = 0
+        self._num_done = 0
+        self.rate(_after(0.1), _nothing)
+        self.rate_alone = self.rate(_after(BASELINE_S), _nothing)
 
-    def beat(self) -> None:
+    def _beat(self) -> None:
         """Launch some; at most 8 beats run ahead."""
         with cuda.stream(self._stream):
             for _ in range(self._num_per_beat):
@@ -74,28 +86,30 @@ class Work:
             event = cuda.Event()
             event.record()
         self._events.append(event)
-        self.num_done += self._num_per_beat
+        self._num_done += self._num_per_beat
         if len(self._events) > 8:
             self._events.popleft().synchronize()
 
     def rate(self, is_over: Callable[[], bool], between: Callable[[], None]) -> float:
         """Products a second until `is_over`."""
         self._stream.synchronize()
-        first, start_s = self.num_done, time.perf_counter()
+        first, start_s = self._num_done, time.perf_counter()
         while not is_over():
-            self.beat()
+            self._beat()
             between()
         self._stream.synchronize()
-        return (self.num_done - first) / (time.perf_counter() - start_s)
+        return (self._num_done - first) / (time.perf_counter() - start_s)
 
 
 class Bench:
-    """The pool, a peer's pool and the slots."""
+    """The pool, a peer's pool, the slots and the agent. Close `agent` after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
         self.pool = torch.randint(0, 256, (POOL_BYTES,), dtype=torch.uint8, device="cuda")
         self.peer = torch.randint(0, 256, (POOL_BYTES,), dtype=torch.uint8, device="cuda")
         self.slots = HostMemory.create(MAX_IN_FLIGHT * SEGMENT_BYTES, "bench-slots")
+        self._works: dict[str, Work | None] = {"none": None}
         cuda.synchronize()
 
     @contextmanager
@@ -103,7 +117,12 @@ class Bench:
         """A ring and the stream for it."""
         ring = Ring.create(MAX_IN_FLIGHT, 2 * segment_rows(MAX_SEGMENTS_PER_ORDER))
         stream = CudaRowStream(
-            ring, DevicePool.of(self.pool), self.slots, max_ctas=case.max_ctas, num_streams=case.num_streams
+            ring,
+            DevicePool.of(self.pool),
+            self.slots,
+            max_ctas=case.max_ctas,
+            num_streams=case.num_streams,
+            priority=case.priority,
         )
         stream.set_memory(2, DevicePool.of(self.peer))
         yield ring, stream
@@ -112,40 +131,38 @@ class Bench:
 
     def run(self, case: Case) -> Result:
         """Measure a case."""
+        if case.busy not in self._works:
+            self._works[case.busy] = Work(case.busy)
+        work = self._works[case.busy]
         with self.stream(case) as (ring, stream):
-            work = None if case.busy == "none" else Work(case.busy)
-            if work:
-                work.rate(_after(0.1), _nothing)
-                alone = work.rate(_after(BASELINE_S), _nothing)
             feeder = Feeder(ring, stream, case.num_entries)
             feeder.feed()
-            with start_agent(ring, case) as agent:
-                if work:
-                    work.rate(lambda: ring.is_done(0), feeder.feed)
-                    rate = work.rate(lambda: feeder.num_done == case.num_entries, feeder.feed)
-                else:
-                    while agent.poll() is None:
-                        time.sleep(1e-3)
-                        feeder.feed()
-                assert agent.stdout is not None
-                told = json.loads(agent.stdout.read())
+            task = Task(case.way, POOL_BYTES, case.num_entries, case.in_flight, case.num_segments)
+            self.agent.start(ring, task)
+            told = None
+            if work:
+                work.rate(lambda: ring.is_done(0), feeder.feed)
+                rate = work.rate(lambda: feeder.num_done == case.num_entries, feeder.feed)
+            while told is None:
+                told = self.agent.told(1e-3)
+                feeder.feed()
             if case.way == "gather":
                 self._verify(case)
-        num_bytes = case.num_entries * segment_rows(case.num_segments) * 1152
+        num_bytes = case.num_entries * segment_rows(case.num_segments) * ROW_BYTES
         return Result(
             case,
-            gbs=num_bytes / told["taken_s"] / 1e9,
+            gbs=num_bytes / told.taken_s / 1e9,
             enqueue_us=feeder.spent_s / case.num_entries * 1e6,
-            agent_cpu_us=told["cpu_s"] / case.num_entries * 1e6,
-            worker_share=rate / alone if work else None,
+            agent_cpu_us=told.cpu_s / case.num_entries * 1e6,
+            worker_share=rate / work.rate_alone if work else None,
         )
 
     def _verify(self, case: Case) -> None:
         rows = segment_rows(case.num_segments)
         for lane in range(case.in_flight):
             starts = torch.from_numpy(make_offsets(POOL_BYTES, rows, lane)).cuda()
-            expected = self.pool[: POOL_BYTES // 1152 * 1152].view(-1, 1152)[starts // 1152]
-            got = torch.from_numpy(self.slots.array[lane * SEGMENT_BYTES :][: rows * 1152].copy()).cuda()
+            expected = self.pool[: POOL_BYTES // ROW_BYTES * ROW_BYTES].view(-1, ROW_BYTES)[starts // ROW_BYTES]
+            got = torch.from_numpy(self.slots.array[lane * SEGMENT_BYTES :][: rows * ROW_BYTES].copy()).cuda()
             if not torch.equal(got, expected.view(-1)):
                 raise SystemExit(f"slot {lane} holds wrong bytes: {case}")
 
@@ -173,24 +190,6 @@ class Feeder:
         self.spent_s += time.perf_counter() - start_s
 
 
-def start_agent(ring: Ring, case: Case) -> subprocess.Popen[str]:
-    """The process that gives the orders."""
-    asked = {
-        "ring_fd": ring.memory.fd,
-        "ring_bytes": ring.memory.num_bytes,
-        "num_lanes": ring.num_lanes,
-        "pool_bytes": POOL_BYTES,
-        **dataclasses.asdict(case),
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.gpu_stream_agent", json.dumps(asked)],
-        cwd=Path(__file__).parents[1],
-        pass_fds=(ring.memory.fd,),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
 def _nothing() -> None:
     pass
 
@@ -200,58 +199,35 @@ def _after(seconds: float) -> Callable[[], bool]:
     return lambda: time.perf_counter() > end_s
 
 
-def time_waits(bench: Bench) -> dict[str, float]:
-    """Milliseconds of what a worker may do while its row stream waits for an order, which comes after 500 ms. About 500
-    means that it waits for everything on the GPU."""
-    small = HostMemory.create(1 << 20, "bench-small")
-    values = torch.ones(8, device="cuda", dtype=torch.float64)
-    held = torch.empty(300 << 20, dtype=torch.uint8, device="cuda")
-    del held
-    tries: dict[str, Callable[[], object]] = {
-        "allocate": lambda: torch.empty(600 << 20, dtype=torch.uint8, device="cuda"),
-        "load a kernel": lambda: torch.hypot(values, values),
-        "pin memory": lambda: gpu(0).register(small),
-        "unpin memory": lambda: gpu(0).unregister(small),
-        "second row stream": lambda: bench.stream(Case()).__enter__()[1].close(),
-        "free": cuda.empty_cache,
-        "synchronize stream": lambda: cuda.current_stream().synchronize(),
-        "synchronize device": cuda.synchronize,
-    }
-    taken_ms: dict[str, float] = {}
-    case = Case(way="skip", num_entries=len(tries))
-    ring = Ring.create(1, 16)
-    stream = CudaRowStream(ring, DevicePool.of(bench.pool), small.create(4096, "bench-slot"))
-    with start_agent(ring, case):
-        for number, (name, call) in enumerate(tries.items()):
-            stream.enqueue(number)
-            ring.set_num_enqueued(number + 1)
-            start_s = time.perf_counter()
-            call()
-            taken_ms[name] = (time.perf_counter() - start_s) * 1e3
-            while not ring.is_done(number):
-                time.sleep(1e-3)
-    stream.close()
-    ring.close()
-    return taken_ms
-
-
 def cases(only: set[str]) -> list[Case]:
     """What to measure, of `idle`, `busy` and `device`."""
     found: list[Case] = []
     if "idle" in only:
-        found += [Case(in_flight=n, num_streams=m) for m in (1, 2) for n in (1, 4, 8)]
-        found += [Case(max_ctas=n) for n in (8, 16, 64)]
-        found += [Case(way="scatter"), Case(way="scatter", num_streams=2)]
+        found += [Case("gather", num_ctas) for num_ctas in (2, 4, 6, 8, 16)]
+        found += [Case("gather", GATHER_CTAS, num_streams=2), Case("gather", GATHER_CTAS, in_flight=1)]
+        found += [Case("scatter", num_ctas) for num_ctas in (8, 12, 16, 32)]
+        found += [Case("scatter", SCATTER_CTAS, num_streams=2), Case("scatter", SCATTER_CTAS, in_flight=1)]
     if "busy" in only:
-        found += [
-            Case(busy=busy, num_streams=m, max_ctas=n, num_entries=3000)
-            for busy in ("long", "short")
-            for m, n in ((1, 16), (1, 32), (2, 16), (2, 32))
-        ]
+        for busy in ("long", "short"):
+            base = Case("gather", GATHER_CTAS, busy, num_entries=1200)
+            for case in base, dataclasses.replace(base, way="scatter", max_ctas=SCATTER_CTAS):
+                found += [case, dataclasses.replace(case, priority=0), dataclasses.replace(case, num_streams=2)]
+            found.append(dataclasses.replace(base, max_ctas=2))
     if "device" in only:
-        for num_segments, max_ctas in ((1, 32), (1, 128), (8, 32), (8, 128), (8, 512)):
-            found.append(Case(way="pull", max_ctas=max_ctas, num_segments=num_segments))
+        for num_segments, num_ctas in ((1, PULL_CTAS), (8, PULL_CTAS), (8, 132), (8, 264)):
+            found.append(Case("pull", num_ctas, num_segments=num_segments, num_entries=200))
     return found
+
+
+def print_result(result: Result) -> None:
+    """One line of the table."""
+    case = result.case
+    share = "" if result.worker_share is None else f"{result.worker_share:.3f}"
+    told = (
+        f"{case.way:8} {case.busy:6} {case.in_flight:9}  {case.num_streams:7}  {case.priority:8}  {case.max_ctas:4}  "
+    )
+    told += f"{case.num_segments * 8:9}  {result.gbs:6.1f}  {result.enqueue_us:10.1f}  {result.agent_cpu_us:12.1f}  "
+    print(told + share, flush=True)
 
 
 def main() -> None:
@@ -261,24 +237,27 @@ def main() -> None:
     parser.add_argument("--only", default="idle,busy,device,waits")
     arguments = parser.parse_args()
     only = set(arguments.only.split(","))
-    bench = Bench()
-    print("way      busy   in flight  streams  ctas  MiB/entry  GB/s    us/enqueue  agent CPU us  worker keeps")
-    results = []
-    for case in cases(only):
-        result = bench.run(case)
-        results.append(result)
-        share = "" if result.worker_share is None else f"{result.worker_share:.3f}"
-        print(
-            f"{case.way:8} {case.busy:6} {case.in_flight:9}  {case.num_streams:7}  {case.max_ctas:4}  "
-            f"{case.num_segments * 8:9}  {result.gbs:6.1f}  {result.enqueue_us:10.1f}  {result.agent_cpu_us:12.1f}  "
-            f"{share}",
-            flush=True,
-        )
-    waits = time_waits(bench) if "waits" in only else {}
+    waits: dict[str, float] = {}
+    held: dict[int, int] = {}
+    with Agent() as agent:
+        bench = Bench(agent)
+        began_s = time.perf_counter()
+        print("way      busy   in flight  streams  priority  ctas  MiB/entry  GB/s    us/enqueue  agent CPU us  kept")
+        results = []
+        for case in cases(only):
+            results.append(bench.run(case))
+            print_result(results[-1])
+        if "waits" in only:
+            held = held_streams(bench.pool)
+            waits = time_waits(bench.pool, agent)
+    for priority, num_streams in held.items():
+        print(f"a stream of priority {priority} that waits holds up {num_streams} of the worker's")
     for name, milliseconds in waits.items():
-        print(f"beside a stream that waits 500 ms for its order: {name} {milliseconds:.1f} ms")
+        print(f"beside a stream that waits for its order: {name} {milliseconds:.1f} ms")
+    print(f"{time.perf_counter() - began_s:.0f} s in all")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"cases": [dataclasses.asdict(each) for each in results], "waits": waits}))
+        measured = {"cases": [dataclasses.asdict(each) for each in results], "held": held, "waits": waits}
+        arguments.json.write_text(json.dumps(measured))
 
 
 if __name__ == "__main__":

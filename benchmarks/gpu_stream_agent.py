@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
+import select
+import socket
+import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +25,67 @@ SEGMENT_BYTES = 8 << 20
 MAX_IN_FLIGHT = 8
 MAX_SEGMENTS_PER_ORDER = 8
 _NAP_S = 20e-6
+_MESSAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """`num_entries` orders of `num_segments` segments each, `in_flight` open at a time. `way`: `gather`, `scatter`,
+    `pull`, or `skip`, which comes `late_s` after the entry."""
+
+    way: str
+    pool_bytes: int
+    num_entries: int
+    in_flight: int = 1
+    num_segments: int = 1
+    late_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """From the first order to the end of the last entry, and the processor time of all threads in between."""
+
+    taken_s: float
+    cpu_s: float
+
+
+class Agent:
+    """The process, for one task after another: its start would take longer than most of them."""
+
+    def __init__(self) -> None:
+        """Start it."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.gpu_stream_agent", str(theirs.fileno())],
+                cwd=Path(__file__).parents[1],
+                pass_fds=(theirs.fileno(),),
+            )
+
+    def start(self, ring: Ring, task: Task) -> None:
+        """Let it give orders to the stream of `ring`, as the only one."""
+        message = [ring.memory.num_bytes, ring.num_lanes, dataclasses.asdict(task)]
+        socket.send_fds(self._socket, [json.dumps(message).encode()], [ring.memory.fd])
+
+    def told(self, timeout_s: float) -> Told | None:
+        """What came of the task; None while it goes on after `timeout_s`."""
+        if not select.select([self._socket], [], [], timeout_s)[0]:
+            return None
+        message = self._socket.recv(_MESSAGE_BYTES)
+        if not message:
+            raise SystemExit("the agent's process has ended: see above")
+        return Told(**json.loads(message))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._socket.close()
+        if kind is not None:
+            self._process.kill()
+        self._process.wait()
 
 
 def segment_rows(num_segments: int) -> int:
@@ -23,6 +93,7 @@ def segment_rows(num_segments: int) -> int:
     return num_segments * SEGMENT_BYTES // ROW_BYTES
 
 
+@functools.cache
 def make_offsets(pool_bytes: int, num_rows: int, seed: int) -> npt.NDArray[np.int64]:
     """`[num_rows]` int64: every eighth row of shuffled pages."""
     page_bytes = PAGE_ROWS * ROW_BYTES
@@ -31,62 +102,64 @@ def make_offsets(pool_bytes: int, num_rows: int, seed: int) -> npt.NDArray[np.in
     return rows.reshape(-1)[:num_rows].astype(np.int64)
 
 
-def make_span(direction: str, num_rows: int, slot_first_byte: int) -> Span:
+def make_span(way: str, num_rows: int, slot_first_byte: int) -> Span:
     """`gather` from the pool into a slot, `scatter` back, or `pull` from a peer's pool (memory 2) into the pool."""
-    if direction == "gather":
+    if way == "gather":
         return Span(ROW_BYTES, num_rows, 16, 0, 0, 0, 1, slot_first_byte, LINEAR)
-    if direction == "scatter":
+    if way == "scatter":
         return Span(ROW_BYTES, num_rows, 16, 1, slot_first_byte, LINEAR, 0, 0, 0)
     return Span(ROW_BYTES, num_rows, 16, 2, 0, 0, 0, 0, num_rows)
 
 
-def give_orders(ring: Ring, pool_bytes: int, num_entries: int, in_flight: int, num_segments: int, way: str) -> float:
-    """Keep `in_flight` orders open until `num_entries` are done; the seconds that took."""
-    num_rows = segment_rows(num_segments)
-    tables = [make_offsets(pool_bytes, num_rows, lane) for lane in range(in_flight + 1)]
-    if way == "pull":
-        tables = [np.concatenate(tables[lane : lane + 2]) for lane in range(in_flight)]
+def give_orders(ring: Ring, task: Task) -> Told:
+    """Keep orders open until all entries are done. Slots and lanes go by the same number."""
+    num_rows = segment_rows(task.num_segments)
+    tables = [make_offsets(task.pool_bytes, num_rows, lane) for lane in range(task.in_flight + 1)]
+    if task.way == "pull":
+        tables = [np.concatenate(tables[lane : lane + 2]) for lane in range(task.in_flight)]
     open_entries: dict[int, int] = {}
-    idle_lanes = list(range(in_flight))
+    idle_lanes = list(range(task.in_flight))
     num_given = num_done = 0
-    while ring.num_enqueued < min(in_flight, num_entries):
+    while ring.num_enqueued < min(task.in_flight, task.num_entries):
         time.sleep(_NAP_S)
-    start_s = time.perf_counter()
-    while num_done < num_entries:
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    while num_done < task.num_entries:
         for number in [number for number in open_entries if ring.is_done(number)]:
             idle_lanes.append(open_entries.pop(number))
             num_done += 1
-        while idle_lanes and num_given < min(num_entries, ring.num_enqueued):
+        while idle_lanes and num_given < min(task.num_entries, ring.num_enqueued):
             lane = idle_lanes.pop()
-            ring.fill_lane(lane, [make_span(way, num_rows, lane * SEGMENT_BYTES)], tables[lane])
+            ring.fill_lane(lane, [make_span(task.way, num_rows, lane * SEGMENT_BYTES)], tables[lane])
             ring.order(num_given, OrderCode.RUN, lane)
             open_entries[num_given] = lane
             num_given += 1
         time.sleep(_NAP_S)
-    return time.perf_counter() - start_s
+    return Told(time.perf_counter() - start_s, time.process_time() - start_cpu_s)
 
 
-def skip_late(ring: Ring, num_entries: int, late_s: float) -> None:
-    """Skip each of `num_entries` entries `late_s` after it was enqueued."""
-    for number in range(num_entries):
+def skip_late(ring: Ring, task: Task) -> Told:
+    """Skip each entry some time after it was enqueued."""
+    for number in range(task.num_entries):
         while ring.num_enqueued <= number:
             time.sleep(1e-3)
-        time.sleep(late_s)
+        time.sleep(task.late_s)
         ring.order(number, OrderCode.SKIP)
+    return Told(0.0, 0.0)
 
 
 def main() -> None:
-    """Arguments: one JSON object, as `benchmarks.gpu_stream` writes it. Prints the seconds."""
-    asked = json.loads(sys.argv[1])
-    ring = Ring.attach(asked["ring_fd"], asked["ring_bytes"], asked["num_lanes"])
-    if asked["way"] == "skip":
-        skip_late(ring, asked["num_entries"], 0.5)
-        taken_s = 0.0
-    else:
-        arguments = (asked[name] for name in ("pool_bytes", "num_entries", "in_flight", "num_segments", "way"))
-        taken_s = give_orders(ring, *arguments)
-    print(json.dumps({"taken_s": taken_s, "cpu_s": time.process_time()}))
-    ring.close()
+    """Argument: the descriptor of a socket to `Agent`. Works until that hangs up."""
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        while True:
+            message, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
+            if not message:
+                return
+            num_bytes, num_lanes, fields = json.loads(message)
+            task = Task(**fields)
+            ring = Ring.attach(fds[0], num_bytes, num_lanes)
+            told = skip_late(ring, task) if task.way == "skip" else give_orders(ring, task)
+            ring.close()
+            connection.send(json.dumps(dataclasses.asdict(told)).encode())
 
 
 if __name__ == "__main__":

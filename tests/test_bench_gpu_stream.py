@@ -1,0 +1,54 @@
+"""The agent's process of the benchmark of row streams, with a thread in place of a GPU's stream."""
+
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks.gpu_stream_agent import ROW_BYTES, SEGMENT_BYTES, Agent, Task, Told, make_offsets, segment_rows
+from kvxfer.memory import HostMemory
+from kvxfer.streams.host_stream import HostRowStream
+from kvxfer.streams.ring import Ring
+
+POOL_BYTES = 72 << 20  # pages for every eighth row of a segment
+
+
+def until_told(agent: Agent) -> Told:
+    deadline_s = time.monotonic() + 30
+    while (told := agent.told(0.1)) is None:
+        assert time.monotonic() < deadline_s
+    return told
+
+
+def test_one_agent_gives_the_orders_of_task_after_task() -> None:
+    num_rows = segment_rows(1)
+    with (
+        HostMemory.create(POOL_BYTES, "pool") as pool,
+        HostMemory.create(SEGMENT_BYTES, "slots") as slots,
+        Agent() as agent,
+    ):
+        starts = make_offsets(POOL_BYTES, num_rows, 0)
+        rows = pool.array[: POOL_BYTES // ROW_BYTES * ROW_BYTES].reshape(-1, ROW_BYTES)
+        rows[starts // ROW_BYTES, :8] = np.arange(num_rows)[:, None].astype(np.uint8)
+        slot_rows = slots.array[: num_rows * ROW_BYTES].reshape(-1, ROW_BYTES)
+        for way in "gather", "scatter", "skip":
+            slot_rows[:, 0] += 1
+            ring = Ring.create(1, num_rows)
+            stream = HostRowStream(ring, pool, slots)
+            for number in range(2):
+                stream.enqueue(number)
+            ring.set_num_enqueued(2)
+            agent.start(ring, Task(way, POOL_BYTES, 2))
+            told = until_told(agent)
+            stream.close()
+            ring.close()
+            assert (told == Told(0.0, 0.0)) == (way == "skip")
+            assert told.cpu_s <= told.taken_s
+            assert np.array_equal(slot_rows[:, :8], rows[starts // ROW_BYTES, :8]) == (way != "skip"), way
+
+
+def test_an_agent_that_is_gone_is_noticed() -> None:
+    with Agent() as agent, Ring.create(1, 1).memory as memory:
+        agent.start(Ring(memory, 2), Task("skip", 0, 1))  # no ring of two lanes
+        with pytest.raises(SystemExit, match="has ended"):
+            until_told(agent)
