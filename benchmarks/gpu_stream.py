@@ -205,7 +205,7 @@ def cases(only: set[str]) -> list[Case]:
     if "idle" in only:
         found += [Case("gather", num_ctas) for num_ctas in (2, 4, 6, 8, 16)]
         found += [Case("gather", GATHER_CTAS, num_streams=2), Case("gather", GATHER_CTAS, in_flight=1)]
-        found += [Case("scatter", num_ctas) for num_ctas in (8, 12, 16, 32)]
+        found += [Case("scatter", num_ctas) for num_ctas in (4, 8, 12, 16)]
         found += [Case("scatter", SCATTER_CTAS, num_streams=2), Case("scatter", SCATTER_CTAS, in_flight=1)]
     if "busy" in only:
         for busy in ("long", "short"):

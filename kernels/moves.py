@@ -37,8 +37,8 @@ SPAN_WORDS = 16
 SPANS_WORD = 8
 OFFSETS_WORD = SPANS_WORD + MAX_SPANS * SPAN_WORDS
 
-# Words that a program moves at once, and warps to do it: 4 words a thread. A tile is what a program takes at a time.
-_BLOCK_WORDS = 1024
+# A tile is what a program moves at a time, 8 words a thread: as many on their way as registers allow, so that few
+# programs fill the bus.
 _TILE_WORDS = 2048
 _NUM_WARPS = 8
 DEFAULT_MAX_CTAS = 32
@@ -56,7 +56,6 @@ _MOVE_CONSTANTS = {
     "SPANS_WORD": SPANS_WORD,
     "OFFSETS_WORD": OFFSETS_WORD,
     "TILE": _TILE_WORDS,
-    "BLOCK": _BLOCK_WORDS,
     "MAX_ROW_BYTES": _MAX_ROW_BYTES,
     "MAX_TILES": _MAX_TILES_PER_SPAN,
 }
@@ -110,7 +109,7 @@ def _places(offsets, num_offsets, side, num_bytes, rows, inside, row_bytes, WORD
 @jit
 def _move_tile(
     offsets, num_offsets, span, tile, row_bytes, num_rows, src_address, src_bytes, dst_address, dst_bytes,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+    TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Moves words `[tile * TILE, (tile + 1) * TILE)` of a span's rows, `1 << SHIFT` bytes each."""
     WORD: tl.constexpr = 1 << SHIFT
@@ -131,20 +130,19 @@ def _move_tile(
     first_word = tile * TILE
     first_row = first_word // row_words
     in_row = (first_word - first_row * row_words).to(tl.int32)
-    for step in range(0, TILE, BLOCK):
-        # 32-bit arithmetic inside a tile, 64-bit for its place.
-        words = in_row + step + tl.arange(0, BLOCK)
-        rows_on = words // row_words
-        cols = words - rows_on * row_words
-        rows = first_row + rows_on
-        inside = rows < num_rows
-        src_begins, src_fits = _places(offsets, num_offsets, span + 3, src_bytes, rows, inside, row_bytes, WORD)
-        dst_begins, dst_fits = _places(offsets, num_offsets, span + 6, dst_bytes, rows, inside, row_bytes, WORD)
-        fits = (src_fits & dst_fits)[:, None]
-        src_words = (src_begins >> SHIFT) + cols
-        dst_words = (dst_begins >> SHIFT) + cols
-        values = tl.load(src + (src_words[:, None] * LANES + lanes), mask=fits)
-        tl.store(dst + (dst_words[:, None] * LANES + lanes), values, mask=fits)
+    # 32-bit arithmetic inside a tile, 64-bit for its place.
+    words = in_row + tl.arange(0, TILE)
+    rows_on = words // row_words
+    cols = words - rows_on * row_words
+    rows = first_row + rows_on
+    inside = rows < num_rows
+    src_begins, src_fits = _places(offsets, num_offsets, span + 3, src_bytes, rows, inside, row_bytes, WORD)
+    dst_begins, dst_fits = _places(offsets, num_offsets, span + 6, dst_bytes, rows, inside, row_bytes, WORD)
+    fits = (src_fits & dst_fits)[:, None]
+    src_words = (src_begins >> SHIFT) + cols
+    dst_words = (dst_begins >> SHIFT) + cols
+    values = tl.load(src + (src_words[:, None] * LANES + lanes), mask=fits)
+    tl.store(dst + (dst_words[:, None] * LANES + lanes), values, mask=fits)
 
 
 @jit
@@ -159,7 +157,7 @@ def _memory(memories, num_memories, index):
 def _move_rows_kernel(
     scratch, lane_words, num_memories,
     MAX_SPANS: tl.constexpr, SPAN_WORDS: tl.constexpr, SPANS_WORD: tl.constexpr, OFFSETS_WORD: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, MAX_ROW_BYTES: tl.constexpr, MAX_TILES: tl.constexpr,
+    TILE: tl.constexpr, MAX_ROW_BYTES: tl.constexpr, MAX_TILES: tl.constexpr,
 ):  # fmt: skip
     """Moves what `_stage_order_kernel` has put into `scratch`."""
     num_spans = tl.load(scratch)
@@ -188,7 +186,7 @@ def _move_rows_kernel(
                 if word_bytes == (1 << shift):
                     _move_tile(
                         offsets, num_offsets, span, tile, row_bytes, num_rows, src_address, src_bytes, dst_address,
-                        dst_bytes, TILE, BLOCK, shift,
+                        dst_bytes, TILE, shift,
                     )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ for each in built.stage, built.move:
     assert each.cubin[:4] == b"\\x7fELF"
     print(each.name, each.num_params, each.num_threads, each.shared_bytes)
 """
-# Words a thread has on their way at once: eight pairs of an order, four of rows.
-ACCESSES_OF_16_BYTES = {"_stage_order_kernel": 8, "_move_rows_kernel": 4}
+# Words a thread has on their way at once: of an order and of rows.
+ACCESSES_OF_16_BYTES = {"_stage_order_kernel": 8, "_move_rows_kernel": 8}
 
 
 def test_builds_with_the_parameters_that_launches_pass(tmp_path: Path) -> None:

@@ -28,11 +28,11 @@ from kvxfer.streams.ring import (
 )
 
 MAX_MEMORIES: Final = 256
-GATHER_CTAS: Final = 6
+GATHER_CTAS: Final = 4
 """Programs that move rows into pinned slots, where writes over the bus wait for nothing. Like the other two a value to
 begin with, which `python -m benchmarks.gpu_stream` measures: as few as fill the bus, because each may keep a program of
 the worker's from its multiprocessor."""
-SCATTER_CTAS: Final = 12
+SCATTER_CTAS: Final = 8
 """Programs that move rows out of pinned slots, where reads over the bus take 2 to 3 us."""
 PULL_CTAS: Final = 96
 """Programs that move rows between memories of the GPU."""
