@@ -46,10 +46,6 @@ class Agent(WorkerAgent, Protocol):
 
     def tick(self, now: float) -> None: ...
 
-    def perform(self, now: float) -> None:
-        """Perform every action of the core, and those that follow from them."""
-        ...
-
 
 class Sidecar:
     """The parts of an agent. `run()` serves until `stop()` and what is open then has ended, for at most `drain_s`
@@ -96,7 +92,7 @@ class Sidecar:
             self.mover = RowMover(num_threads, f"kvxfer-{role}")
             stack.callback(self.mover.close)
             self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            stack.callback(os.close, self._stop_fd)
+            stack.callback(self._close_stop)
             self.ops = Ops(ops, self.pulse)
             stack.callback(self.ops.close)
             self._stack = stack.pop_all()
@@ -155,10 +151,16 @@ class Sidecar:
             self.desk.swap_pools()
 
     def stop(self) -> None:
-        """Let `run()` end once it has drained; called again, at once."""
+        """Let `run()` end once it has drained; called again, at once. After that it does nothing: a signal may come
+        while all is being closed."""
         self._num_stops += 1
         self.pulse.is_draining = True
-        os.eventfd_write(self._stop_fd, 1)
+        if self._stop_fd >= 0:
+            os.eventfd_write(self._stop_fd, 1)
+
+    def _close_stop(self) -> None:
+        descriptor, self._stop_fd = self._stop_fd, -1
+        os.close(descriptor)
 
     def _may_end(self, now: float) -> bool:
         """Whether `run()` was told to stop and has nothing left to wait for."""

@@ -52,6 +52,10 @@ class WorkerAgent(Protocol):
         """Whether no operation touches the worker's pool."""
         ...
 
+    def perform(self, now: float) -> None:
+        """Perform every action of the core, and those that follow from them."""
+        ...
+
 
 class WorkerDesk:
     """Owns the sockets to workers and their pools. `close()` hangs up and gives all back."""
@@ -181,6 +185,8 @@ class WorkerDesk:
                     self._log.warning("refused a hand-off: %s", event.detail)
 
     def _lose_pool(self, pool: str, now: float) -> None:
+        # What the worker was granted in this very turn is done while its pool is known; then peers hear of its end.
+        self._agent.perform(now)
         if self.seat.lose(pool):
             self._worker = None
             self._events.clear()

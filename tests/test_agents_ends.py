@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.control.client import _Client
+from kvxfer.control.client_requests import open_request, reject_request
 from kvxfer.control.messages import Ticket, TransferEvent
 from kvxfer.decode.agent import DecodeAgent
 from kvxfer.decode.core import DecodeCore
@@ -20,7 +21,7 @@ from kvxfer.prefill.agent import PrefillAgent
 from kvxfer.slots import SlotState
 from kvxfer.transfer import EventKind, Reason
 from kvxfer.transports.loopback import LoopbackFaults, LoopbackTransport
-from tests.agent_world import WAIT_S, AgentWorld
+from tests.agent_world import WAIT_S, AgentWorld, receive_pages
 from tests.patience import SOON_S, until
 from tests.test_agents import Split, build
 
@@ -142,6 +143,40 @@ def test_a_decode_worker_that_goes_is_replaced_once_its_pool_is_quiet(tmp_path: 
         gate.open()
         joining.join(WAIT_S)
         world.move(40, salt=7)
+
+
+@pytest.mark.parametrize("asked", ["open", "reject"])
+def test_a_decode_worker_that_asks_and_goes_in_one_turn_of_its_agent(tmp_path: Path, asked: str) -> None:
+    """The agent has yet to meet the source: it does, which hears of the end at once, and serves the next worker."""
+    with AgentWorld(tmp_path) as world:
+        split = Split()
+        build(world, split)
+        agent = world.threads[tmp_path / "d0"].agent
+        source = world.prefill[0][1]
+        ticket = source.ticket()
+        seat, leaving = world.decode.pop()
+        pages = receive_pages(seat.take_pages(world.ranges(seat.layout, 0, 20)))
+        held, go_on = threading.Event(), threading.Event()
+        tick = agent.tick
+
+        def hold(now: float) -> None:
+            agent.tick = tick  # type: ignore[method-assign]
+            held.set()
+            assert go_on.wait(WAIT_S)
+            tick(now)
+
+        agent.tick = hold  # type: ignore[method-assign]
+        assert held.wait(WAIT_S)
+        leaving._core.request(open_request(ticket, pages, 60.0) if asked == "open" else reject_request(ticket))
+        leaving._link.flush()
+        time.sleep(0.05)  # until it is in the agent's queue
+        leaving.close()
+        go_on.set()
+        event = source.wait(ticket, SOON_S)
+        assert (event.event, event.reason) == (EventKind.FAILED, Reason.ABORTED_BY_PEER)
+        until(agent.is_drained, "its leg is closed")
+        world.join_decode("d0", split.target(0))
+        world.move(20)
 
 
 @pytest.mark.parametrize("name", ["p0", "d0"])

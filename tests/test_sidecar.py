@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -206,3 +207,22 @@ def test_an_agent_gives_everything_back(tmp_path: Path, memory: HostMemory) -> N
         IdleAgent(tmp_path / "agent", "pigeon")
     assert list((tmp_path / "agent").iterdir()) == []
     until(lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) == (num_fds, num_threads))
+
+
+def test_a_signal_after_the_end_does_nothing(tmp_path: Path) -> None:
+    """It may come while all is being closed: then it must neither end that half way nor touch a descriptor that is
+    somebody else's by now."""
+    agent = IdleAgent(tmp_path / "agent")
+    agent.start()
+    stop_fd = agent.sidecar._stop_fd
+    agent.end()
+    agent.sidecar.stop()
+    with contextlib.ExitStack() as stack:
+        mine = os.eventfd(0, os.EFD_NONBLOCK)
+        stack.callback(os.close, mine)
+        if mine != stop_fd:
+            os.dup2(mine, stop_fd)
+            stack.callback(os.close, stop_fd)
+        agent.sidecar.stop()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(mine)
