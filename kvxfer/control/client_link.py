@@ -14,7 +14,7 @@ from kvxfer.control.handoff import HandoffConnection, StreamMemory, hand_over, s
 from kvxfer.control.handoff_messages import PoolPlacement
 from kvxfer.control.messages import SlotsMapped
 from kvxfer.control.worker_stream import DRAIN_S, WorkerStream
-from kvxfer.errors import ContractError, HandoffError
+from kvxfer.errors import ContractError, HandoffError, TransportError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
 from kvxfer.streams.host_stream import HostRowStream
@@ -128,7 +128,7 @@ class AgentLink:
             if self.handoff.lost():
                 gone = "it has ended or hung up"
             self._map_moved_slots()
-        except HandoffError as error:
+        except (HandoffError, TransportError) as error:
             gone = f"its slots have moved to memory that cannot be used here: {error}"
         self._hear()
         if self.stream is not None:
@@ -142,7 +142,11 @@ class AgentLink:
             if self.stream is None or self.core.lost is not None:
                 moved.memory.close()
                 continue
-            self.stream.replace_slots(moved.memory)
+            try:
+                self.stream.replace_slots(moved.memory)
+            except TransportError:
+                moved.memory.close()
+                raise
             self.core.tell(SlotsMapped(move=moved.move))
 
     def _lose(self, detail: str) -> None:

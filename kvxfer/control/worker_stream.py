@@ -35,7 +35,7 @@ class WorkerStream:
         """The agent is gone once the other end of `connection_fd` is, which must stay open until `close()`."""
         self._stream = stream
         self._ring = memory.ring
-        self._slots = [memory.slots]  # the newest last; older ones stay mapped, the stream may know them
+        self._slots = [memory.slots]  # the newest last; those that they have left stay until the stream is at rest
         self._num_wanted = 0
         self._num_enqueued = 0
         self._num_done = 0
@@ -58,7 +58,10 @@ class WorkerStream:
 
     def feed(self) -> None:
         """Enqueue what is wanted, as far as there is room. Raises `TransportError` where a GPU refuses."""
-        if not self.has_backlog or self._pid != os.getpid():
+        if self._is_ended or self._pid != os.getpid():
+            return
+        self._drop_old_slots()
+        if not self.has_backlog:
             return
         self._look()
         first = self._num_enqueued
@@ -81,7 +84,8 @@ class WorkerStream:
         return self._stream.mark(stream)
 
     def replace_slots(self, slots: HostMemory) -> None:
-        """The agent's slots have moved to `slots`, which is this object's now; no order is under way."""
+        """The agent's slots have moved to `slots`, which is this object's now; no order is under way. Raises
+        `TransportError` where a GPU cannot use them, which are the caller's then."""
         self._stream.set_memory(MemoryIndex.SLOTS, slots)
         self._slots.append(slots)
 
@@ -143,6 +147,12 @@ class WorkerStream:
         poller.register(self._wake_fd, select.POLLIN)
         if self._wake_fd not in dict(poller.poll()):
             self.end()
+
+    def _drop_old_slots(self) -> None:
+        """Give back what the slots have left: this mapping alone keeps those pages from the system."""
+        while len(self._slots) > 1 and self.is_quiet():
+            self._stream.forget(self._slots[0])
+            self._slots.pop(0).close()
 
     def _look(self) -> None:
         """Count on over the entries that have ended; a stream ends them in order."""

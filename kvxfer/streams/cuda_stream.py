@@ -115,13 +115,20 @@ class CudaRowStream:
         return value
 
     def set_memory(self, index: int, memory: HostMemory | DevicePool) -> None:
-        """`RowStream.set_memory`. Host memory stays registered until `close()`. Raises `RegistrationError`."""
+        """`RowStream.set_memory`. Host memory stays registered until `forget()` or `close()`. Raises
+        `RegistrationError`."""
         if not 0 <= index < MAX_MEMORIES:
             raise ContractError(f"memory index: got {index}, expected 0 to {MAX_MEMORIES - 1}")
         address = memory.address if isinstance(memory, DevicePool) else self._register(memory)
         words = self._table.array.view(np.int64)
         words[2 * index] = address
         words[2 * index + 1] = memory.num_bytes
+
+    def forget(self, memory: HostMemory) -> None:
+        """`RowStream.forget`. CUDA may wait for the whole device here, which is why nothing may be enqueued that waits
+        for an order. Raises `TransportError`."""
+        self._gpu.unregister(memory)
+        self._registered.remove(memory)
 
     def close(self) -> None:
         """`RowStream.close`. Raises `ContractError` instead of waiting for ever for an entry that has no order."""

@@ -51,6 +51,9 @@ class HostRowStream:
         """`RowStream.set_memory`."""
         self._memories[index] = memory.array
 
+    def forget(self, memory: HostMemory) -> None:
+        """`RowStream.forget`. Nothing was made for it."""
+
     def close(self) -> None:
         """`RowStream.close`."""
         with self._changed:

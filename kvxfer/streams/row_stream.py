@@ -31,7 +31,11 @@ class RowStream(Protocol):
 
     def set_memory(self, index: int, memory: HostMemory) -> None:
         """From now on spans that name `index` mean `memory`: slots that have moved, or a peer's pool (index 2 and up).
-        No order that names it is under way. `memory` stays the caller's and must outlive the stream."""
+        No order that names it is under way. `memory` stays the caller's and must outlive the stream, or `forget`."""
+        ...
+
+    def forget(self, memory: HostMemory) -> None:
+        """No index means `memory` any more, and nothing is enqueued: after this it may be closed."""
         ...
 
     def close(self) -> None:

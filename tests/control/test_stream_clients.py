@@ -15,7 +15,7 @@ from kvxfer.control.client import AsyncDecodeClient, AsyncPrefillClient, DecodeC
 from kvxfer.control.client_requests import submit_request
 from kvxfer.control.messages import Message, MoreEntries, Open, SlotsMapped, Submit, TransferEvent
 from kvxfer.control.worker_stream import MAX_UNFINISHED
-from kvxfer.errors import AgentLostError, ContractError
+from kvxfer.errors import AgentLostError, ContractError, RegistrationError
 from kvxfer.memory import HostMemory
 from kvxfer.streams.ring import MemoryIndex, OrderCode, Ring, Span
 from kvxfer.transfer import EventKind, Reason
@@ -238,8 +238,21 @@ def test_moved_slots_are_mapped_and_acknowledged(connect_decode: Connect, tmp_pa
         assert np.all(memory.array[-64:] == 8)
 
 
-def test_moved_slots_that_cannot_be_mapped_end_everything(
-    connect_decode: Connect, tmp_path: Path, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("kvxfer.memory._map_over", OSError(12, "Cannot allocate memory")),
+        ("kvxfer.streams.host_stream.HostRowStream.set_memory", RegistrationError("the GPU refuses")),
+    ],
+    ids=["mapped", "registered"],
+)
+def test_moved_slots_that_cannot_be_used_end_everything(
+    connect_decode: Connect,
+    tmp_path: Path,
+    memory: HostMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    error: Exception,
 ) -> None:
     with (
         _Orders(tmp_path, [2], is_prefill=False) as agent,
@@ -248,9 +261,9 @@ def test_moved_slots_that_cannot_be_mapped_end_everything(
         client.open(ticket(A), {})
 
         def refuse(*_: object) -> None:
-            raise OSError(12, "Cannot allocate memory")
+            raise error
 
-        monkeypatch.setattr("kvxfer.memory._map_over", refuse)
+        monkeypatch.setattr(place, refuse)
         agent._do(lambda: agent._handoffs.move_slots(agent._pools[-1].pool, 1, agent.slots))
         failed = client.wait(A, 5)
         assert failed.reason is Reason.AGENT_LOST

@@ -27,6 +27,7 @@ class _Stream:
     def __init__(self) -> None:
         self.enqueued: list[int] = []
         self.memories: dict[int, HostMemory] = {}
+        self.forgotten: list[HostMemory] = []
         self.num_closed = 0
         self.is_broken = False
 
@@ -41,6 +42,11 @@ class _Stream:
 
     def set_memory(self, index: int, memory: HostMemory) -> None:
         self.memories[index] = memory
+
+    def forget(self, memory: HostMemory) -> None:
+        assert memory.fd >= 0
+        assert memory not in self.memories.values()
+        self.forgotten.append(memory)
 
     def close(self) -> None:
         self.num_closed += 1
@@ -184,6 +190,27 @@ def test_moved_slots_replace_the_old_ones_and_both_are_given_back(memory: Stream
     assert stream.memories == {MemoryIndex.SLOTS: moved}
     worker.close()
     assert moved.fd == memory.slots.fd == -1
+
+
+def test_what_the_slots_have_left_is_given_back_once_the_stream_is_at_rest(memory: StreamMemory, wire: _Wire) -> None:
+    """Slots may move often in the life of a worker, and nobody else has those pages any more."""
+    stream = _Stream()
+    worker = WorkerStream(stream, memory, wire[0].fileno())
+    worker.want(1)
+    worker.feed()
+    moved = [HostMemory.create(4096, "test-slots") for _ in range(3)]
+    for each in moved:
+        worker.replace_slots(each)
+        worker.feed()
+    assert stream.forgotten == [], "an entry waits for its order"
+    memory.ring.set_done(0)
+    worker.feed()
+    assert stream.forgotten == [memory.slots, *moved[:2]]
+    assert [each.fd < 0 for each in (memory.slots, *moved)] == [True, True, True, False]
+    worker.close()
+    worker.feed()
+    assert len(stream.forgotten) == 3
+    assert moved[2].fd < 0
 
 
 def test_a_forked_child_touches_nothing(memory: StreamMemory, wire: _Wire) -> None:

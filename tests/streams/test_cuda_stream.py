@@ -133,6 +133,9 @@ def test_slots_that_have_moved(owner: Owner, cuda: FakeCuda) -> None:
         owner.wait_done(0)
         assert np.array_equal(moved.array[:640], owner.pool.array[128:768])
         assert not owner.slots.array.any()
+        assert owner.slots.address in cuda.registered
+        owner.stream.forget(owner.slots)
+        assert owner.slots.address not in cuda.registered
         owner.stream.close()
         assert cuda.registered == {}
 
