@@ -23,7 +23,9 @@ from kvxfer.streams.spans import Order, PoolSide, SlotSide, segment_orders
 
 _FIRST_NAP_S: Final = 50e-6
 _MAX_NAP_S: Final = 1e-3
+_MAX_LAZY_NAP_S: Final = 25e-3
 _LOOKS_PER_NAP: Final = 20  # without news, before naps get longer
+_MAX_DOUBLINGS: Final = 10  # of naps, however long there is no news
 
 _Look = Callable[[], object]
 
@@ -231,19 +233,21 @@ class StreamMover:
         with self._changed:
             while not self._is_closed:
                 num_idle = 0 if self._look() else num_idle + 1
-                nap_s = min(_FIRST_NAP_S * 2 ** (num_idle // _LOOKS_PER_NAP), _MAX_NAP_S)
                 if not self._is_open():
                     num_idle = 0
                     self._changed.wait()
-                elif self._changed.wait(nap_s):
+                elif self._changed.wait(_nap_s(num_idle, is_urgent=self._is_urgent())):
                     num_idle = 0
 
     def _is_open(self) -> bool:
         """Whether a word may change that somebody waits for."""
         if self._error is not None:
             return False
-        has_surplus = self._num_wanted > self._num_needed()
-        return bool(self._running or self._waiting or self._ready or has_surplus)
+        return self._is_urgent() or self._num_wanted > self._num_needed()
+
+    def _is_urgent(self) -> bool:
+        """Whether a transfer waits for a word."""
+        return bool(self._running or self._waiting or self._ready)
 
     def _look(self) -> bool:
         """Do what has become possible; whether anything was."""
@@ -337,3 +341,10 @@ class StreamMover:
             self._mover.report(failed(move.operation, move.segment, problem))
         else:
             self._mover.report(Moved(move.operation, busy_s, None, was_begun=True, result=future.result()))
+
+
+def _nap_s(num_idle: int, *, is_urgent: bool) -> float:
+    """How long to sleep after so many looks without news. Not urgent are entries that a worker was asked for in vain
+    and has not enqueued yet: it may be silent for hours, and only its stream would wait for them."""
+    nap_s: float = _FIRST_NAP_S * 2 ** min(num_idle // _LOOKS_PER_NAP, _MAX_DOUBLINGS)
+    return min(nap_s, _MAX_NAP_S if is_urgent else _MAX_LAZY_NAP_S)

@@ -14,6 +14,7 @@ import pytest
 from kvxfer.errors import IntegrityError
 from kvxfer.operations import CancelFlag, SegmentSource
 from kvxfer.rows_host import gather_segment
+from kvxfer.streams import stream_mover
 from kvxfer.streams.ring import OrderCode
 from kvxfer.streams.spans import PoolSide
 from kvxfer.wire import BlockAddresses
@@ -279,3 +280,12 @@ def test_random_moves_and_cancels_all_end_and_leave_nothing(seed: int) -> None:
                 num_ended += len(owner.threads.poll())
         owner.wait(200 - num_ended)
         owner.wait_until_drained()
+
+
+@pytest.mark.parametrize(("is_urgent", "longest_s"), [(True, 0.001), (False, 0.025)])
+def test_naps_get_longer_and_never_end_the_thread(is_urgent: bool, longest_s: float) -> None:
+    """A word that nobody writes is looked at for as long as that takes: here for half a year."""
+    naps_s = [stream_mover._nap_s(num_idle, is_urgent=is_urgent) for num_idle in (0, 20, 40, 1 << 14, 1 << 34)]
+    assert naps_s == sorted(naps_s)
+    assert 0.0 < naps_s[0] < 0.0001
+    assert naps_s[-2:] == [longest_s, longest_s]
