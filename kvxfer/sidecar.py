@@ -18,7 +18,7 @@ from kvxfer.control.codec import decode
 from kvxfer.control.handoff_listener import ReceivedPool
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import Message, TransferEvent
-from kvxfer.errors import KvxferError
+from kvxfer.errors import KvxferError, TransportError
 from kvxfer.operations import RowExecutor
 from kvxfer.ops.config import OpsConfig, SlotConfig, TransportConfig
 from kvxfer.ops.health import Ops, Pulse
@@ -103,7 +103,8 @@ class Sidecar:
     def renew_slots(self) -> None:
         """Move the slots to other memory, where nothing that a peer still does to the old ones can reach them.
 
-        Raises `TransportError` or `OSError`, and changes nothing, where there is no more memory to be had.
+        Raises `TransportError` or `OSError`, and changes nothing, where there is no more memory to be had. An engine
+        that does not let go of the old memory keeps addresses where nothing lies any more.
         """
         fresh = SlotMemory(self._slot_config, self.slots.move + 1)
         try:
@@ -113,7 +114,10 @@ class Sidecar:
             raise
         old_slots, old_region = self.slots, self.region
         self.slots, self.region = fresh, region
-        self.transport.deregister(old_region)
+        try:
+            self.transport.deregister(old_region)
+        except TransportError:
+            self.log.exception("the slots' old memory stays registered")
         old_slots.memory.abandon()
         self.desk.tell_of_move()
         self.log.warning("moved %d slots to other memory: late writes may still reach the old", fresh.num_slots)

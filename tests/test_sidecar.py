@@ -17,7 +17,7 @@ from kvxfer.control.client import DecodeClient
 from kvxfer.control.codec import decode, encode
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import AbortTransfer, Message, Ok, Ping, Refused, TransferEvent, WorkerReply
-from kvxfer.errors import ConfigError, LayoutError, RefusedError
+from kvxfer.errors import ConfigError, LayoutError, RefusedError, RegistrationError
 from kvxfer.memory import HostMemory
 from kvxfer.sidecar import MAX_MESSAGES_PER_TURN, TICK_S
 from kvxfer.transfer import EventKind, Reason
@@ -178,9 +178,19 @@ def test_what_has_arrived_is_served_before_the_clock_is_judged(
     assert ("tick" in agent.told[:num_messages]) is is_judged
 
 
-def test_the_slots_move_and_late_writes_to_the_old_ones_hit_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lets_go", [True, False])
+def test_the_slots_move_and_late_writes_to_the_old_ones_hit_nothing(
+    tmp_path: Path, lets_go: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the engine does not let go of the old memory: half a move would mix up old slots and new ones."""
     agent = IdleAgent(tmp_path / "agent")
     sidecar = agent.sidecar
+
+    def refuse(*_: object) -> None:
+        raise RegistrationError("the engine does not let go")
+
+    if not lets_go:
+        monkeypatch.setattr(sidecar.transport, "deregister", refuse)
     old_address, old_region = sidecar.slots.address(0), sidecar.region
     sidecar.slots.view(0)[:] = 1
     sidecar.renew_slots()

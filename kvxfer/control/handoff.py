@@ -115,6 +115,8 @@ class HandoffConnection:
             return self._reader.read()
         except HandoffError:
             self._is_readable = False
+            if self._reader.has_lost_fds:
+                raise  # the slots have moved: the agent would wait for ever for a stream that does not know where
             return None
 
     def _hear(self, frame: bytes) -> None:

@@ -110,6 +110,8 @@ class FrameReader:
         self.fds: list[int] = []
         self.is_ended = False
         """Whether the other end has hung up."""
+        self.has_lost_fds = False
+        """Whether descriptors came for which this process had no room."""
         self._socket = connection
         self._data = bytearray()
 
@@ -132,6 +134,7 @@ class FrameReader:
                 return None
             self.fds += take_fds(ancillary)
             if flags & socket.MSG_CTRUNC:
+                self.has_lost_fds = True
                 raise HandoffError(f"descriptors: got more than {_MAX_FDS} at once, or than this process may open")
             if not data:
                 self.is_ended = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -264,6 +265,25 @@ def test_moved_slots_that_cannot_be_mapped_are_an_error_and_the_end_is_seen_all_
     assert not connection.lost()
     listener.release(received.pool)
     assert connection.lost()
+    connection.close()
+    received.close()
+    memory.close()
+
+
+def test_moved_slots_that_a_worker_has_no_descriptor_for_are_an_error(
+    listener: HandoffListener, tmp_path: Path
+) -> None:
+    """Ignored, they would leave the agent waiting for ever, with rows that are all here and in no page."""
+    connection, memory, received, _ = _shared(listener, tmp_path)
+    listener.move_slots(received.pool, 1, memory.slots)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(HandoffError, match="or than this process may open"):
+            connection.lost()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not connection.lost()
     connection.close()
     received.close()
     memory.close()
