@@ -31,6 +31,7 @@ REMOTE = b""
 _QUEUE_MESSAGES = 8192
 _LINGER_MS = 250
 _MORE = int(zmq.RCVMORE)
+_NEVER_MS = (1 << 31) - 1
 HANDSHAKE_MS = 5000
 _MAX_SOCKETS = 8192
 _MAX_DROPS_PER_CALL = 64
@@ -223,13 +224,14 @@ class WorkerListener(Channel):
 
 
 class WorkerConnection(Channel):
-    """Worker side of the workers' channel. It never reconnects: another agent at the same path is another agent."""
+    """Worker side of the workers' channel. It does not reconnect: another agent at the same path is another agent."""
 
     def __init__(self, socket_dir: str | os.PathLike[str]) -> None:
         """Connect in the background. Raises `ConfigError` for a path that no unix socket can have."""
         path = socket_path(socket_dir, CONTROL_SOCKET)
         super().__init__(zmq.DEALER, MAX_FRAME_BYTES)
-        self._socket.reconnect_ivl = -1
+        # Weeks. Told never to reconnect, ZMQ would throw away what has arrived and was not read when the agent ends.
+        self._socket.reconnect_ivl = _NEVER_MS
         self._socket.connect(f"ipc://{path}")
 
 

@@ -77,6 +77,16 @@ def test_events_that_come_after_the_end_are_heard_first(ends: Ends) -> None:
     assert LATE_S / 2 < elapsed_s < 0.95
 
 
+def test_a_worker_that_looks_long_after_its_agent_has_gone_hears_all_that_it_said(ends: Ends) -> None:
+    ends.say(event(A), event(B))
+    ends.end(2)
+    ends.listener.close()
+    time.sleep(LATE_S)  # ZMQ sees the end of the connection meanwhile
+    heard, elapsed_s = ends.heard()
+    assert heard == [(A, None), (B, None)]
+    assert elapsed_s < LATE_S
+
+
 def test_no_longer_than_for_the_last_of_them(ends: Ends) -> None:
     ends.say(event(A))
     ends.end(1)
