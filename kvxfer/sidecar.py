@@ -79,7 +79,7 @@ class Sidecar:
         with ExitStack() as stack:
             self.desk = WorkerDesk(agent, socket_dir, self.log, slots=lambda: self.slots, open_rows=self._open_rows)
             stack.callback(self.desk.close)
-            self.slots = SlotMemory(slots)
+            self.slots = SlotMemory.at_start(slots)
             stack.callback(lambda: self.slots.memory.close())
             options = dict(transport.options)
             if transport.interface:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+from kvxfer.errors import ConfigError
 from kvxfer.memory import HostMemory
 from kvxfer.ops.config import SlotConfig
 from kvxfer.rows_host import ByteArray
 from kvxfer.transports.base import Region
 
 PROBE_BYTES = 1 << 20
+MAX_MEMORY_SHARE = 0.9
+"""Of what is available. All pages of the slots are taken at the start: past the end, Linux kills a process."""
 
 
 class SlotMemory:
@@ -26,6 +30,24 @@ class SlotMemory:
         self.memory = HostMemory.create(self.probe_offset_bytes + PROBE_BYTES, "kvxfer-slots")
         self._back()
         self.region = Region(self.memory.address, self.memory.num_bytes, self.memory.fd)
+
+    @classmethod
+    def at_start(cls, config: SlotConfig) -> SlotMemory:
+        """The slots of an agent that starts. Raises `ConfigError` where this host has not the memory for them, before
+        any of it is taken."""
+        needed_bytes = config.num_slots * config.slot_bytes + PROBE_BYTES
+        limit_bytes = int(available_bytes() * MAX_MEMORY_SHARE)
+        got = f"slots: got {config.num_slots} slots of {config.slot_bytes} bytes, {needed_bytes >> 20} MiB in all"
+        remedy = "lower slots.num_slots or slots.slot_bytes, or give this agent more memory"
+        if needed_bytes > limit_bytes:
+            raise ConfigError(
+                f"{got}, expected at most {limit_bytes >> 20} MiB, {MAX_MEMORY_SHARE:.0%} of the memory that is "
+                f"available here: {remedy}"
+            )
+        try:
+            return cls(config)
+        except OSError as error:
+            raise ConfigError(f"{got}, expected what this process may map ({error.strerror}): {remedy}") from error
 
     def replace(self) -> None:
         """Take other pages at the same addresses: what somebody still does to the old ones does not show here. An
@@ -45,3 +67,12 @@ class SlotMemory:
     def address(self, slot: int) -> int:
         """Virtual address of a slot's first byte."""
         return self.memory.address + slot * self.slot_bytes
+
+
+def available_bytes() -> int:
+    """Memory that this process can get without swapping: of the host, and within the limit of its control group."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="ascii").strip() if limit.exists() else "max"
+    return available if text == "max" else min(available, int(text))
