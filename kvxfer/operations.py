@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,4 +98,16 @@ class RowExecutor(Protocol):
 
     def close(self) -> None:
         """Give everything back; no move is under way. Calling it again does nothing."""
+        ...
+
+
+class MoveReports(Protocol):
+    """Threads for work beside the stream, and where ends go: the agent's `RowMover`."""
+
+    def call(self, work: Callable[[], object]) -> Future[object]:
+        """Call `work` in a thread."""
+        ...
+
+    def report(self, moved: Moved | None) -> None:
+        """Hand `moved` to the agent; None only wakes it."""
         ...

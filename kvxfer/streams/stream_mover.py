@@ -14,10 +14,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 from kvxfer.errors import LayoutError
-from kvxfer.operations import Move, Moved, SegmentSource, failed
+from kvxfer.operations import Move, Moved, MoveReports, SegmentSource, failed
 from kvxfer.streams.ring import MemoryIndex, OrderCode, Ring
 from kvxfer.streams.spans import Order, PoolSide, SlotSide, segment_orders
 
@@ -28,18 +28,6 @@ _LOOKS_PER_NAP: Final = 20  # without news, before naps get longer
 _MAX_DOUBLINGS: Final = 10  # of naps, however long there is no news
 
 _Look = Callable[[], object]
-
-
-class MoveReports(Protocol):
-    """Threads for work beside the stream, and where ends go: the agent's `RowMover`."""
-
-    def call(self, work: _Look) -> Future[object]:
-        """Call `work` in a thread."""
-        ...
-
-    def report(self, moved: Moved | None) -> None:
-        """Hand `moved` to the agent; None only wakes it."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
