@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "control": {"errors", "layout", "memory", "streams", "transfer"},
     "ops": {"errors", "transfer", "control", "transports"},
     "integrity": {"errors", "rows_host", "control"},
-    "slot_memory": {"memory", "rows_host", "transports", "ops"},
+    "slot_memory": {"errors", "memory", "rows_host", "transports", "ops"},
     "pool_seat": {*_GEOMETRY, "operations", "rows_host", "streams", "control"},
     "worker_desk": {*_GEOMETRY, "memory", "operations", "pool_seat", "slot_memory", "streams", "control"},
     "sidecar": {

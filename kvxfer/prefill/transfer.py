@@ -136,6 +136,10 @@ class Transfer:
         """
         if self.has_last:
             raise LayoutError("submit: got a chunk after the one marked last, expected none")
+        if not submit.groups and not submit.last:
+            raise LayoutError("groups: got none, expected at least one in a chunk that is not marked last")
+        if submit.layers is not None:
+            _check_layers(submit.layers, layout)
         by_name = {group.name: group for group in layout.groups}
         tables: dict[str, PageTable] = {}
         merged: dict[str, tuple[Int64Array, Int64Array]] = {}
@@ -162,3 +166,17 @@ class Transfer:
 
 def _chunk_layers(group: Group, layers: LayerRange | None) -> LayerRange:
     return group.layers if layers is None else group.layers.intersect(layers)
+
+
+def _check_layers(layers: LayerRange, layout: PoolLayout) -> None:
+    """Raise `LayoutError` where no group of the pool holds some of `layers`. One group need not hold all of them."""
+    held = sorted((group.layers for group in layout.groups), key=lambda each: each.first)
+    end = layers.first  # [layers.first, end) is held
+    for each in held:
+        if each.first <= end:
+            end = max(end, each.end)
+    if end < layers.end:
+        ranges = ", ".join(sorted({f"[{each.first}, {each.end})" for each in held}))
+        raise LayoutError(
+            f"layers: got [{layers.first}, {layers.end}), expected none but those of this pool's groups: {ranges}"
+        )

@@ -98,7 +98,7 @@ def test_rows_that_the_decode_side_has_are_not_sent() -> None:
 
 def test_a_chunk_of_layers_carries_those_layers() -> None:
     """A model that submits layer by layer: the same tokens, each layer once."""
-    driver = PrefillDriver(layout=pool_layout(layers=(0, 1)))
+    driver = PrefillDriver(layout=pool_layout(layers=(0, 3)))  # the decode side holds the first alone
     peer, transfer = driver.pair(), driver.ticket()
     driver.grant(peer, transfer, 4)
     driver.submit(transfer, 0, 4, layers=LayerRange(1, 3), last=False)

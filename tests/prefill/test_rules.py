@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import Finished, LegFailed, LegStatus, Ping, Query, Quiesced, QuiescedAck, Want
 from kvxfer.errors import LayoutError, RefusedError
-from kvxfer.layout import LayerRange, Shard
+from kvxfer.layout import LayerRange, PoolLayout, Shard
 from kvxfer.prefill.actions import Gather, Notify, Write
 from kvxfer.prefill.core import RESEND_S
 from kvxfer.slots import SlotState
 from kvxfer.transfer import EventKind, LegState, Reason
 from kvxfer.transports.base import Outcome
-from tests.prefill.driver import SEGMENT_BYTES, PrefillDriver, pages_for
+from tests.prefill.driver import SEGMENT_BYTES, PrefillDriver, pages_for, pool_layout
 
 
 def _with_write(num_slots: int = 4) -> tuple[PrefillDriver, str, str]:
@@ -306,6 +307,30 @@ def test_r11_a_submit_that_overlaps_is_refused_and_changes_nothing(
     assert driver.leg(peer, transfer).num_rows == before
     driver.submit(transfer, 8, 16)
     driver.run([peer], transfer)
+    assert driver.kinds(transfer) == [EventKind.SOURCE_FREE, EventKind.SENT]
+
+
+@pytest.mark.parametrize("layers", [LayerRange(0, 9), LayerRange(5, 9), LayerRange(0, 4), LayerRange(2, 5)])
+def test_r11_layers_that_no_group_of_the_pool_holds_are_refused(layers: LayerRange) -> None:
+    """R11: nothing of them could ever be sent, and the decode side would wait for them until its deadline."""
+    (low,), (high,) = (pool_layout(layers=each).groups for each in ((0, 3), (4, 5)))
+    high = msgspec.structs.replace(high, name="high", base_offset_bytes=low.extent_bytes)
+    driver = PrefillDriver(layout=PoolLayout(groups=(low, high), dtype_tag="bf16"))
+    transfer = driver.ticket()
+    with pytest.raises(LayoutError, match=rf"layers: got \[{layers.first}, {layers.end}\).*\[0, 3\), \[4, 5\)"):
+        driver.submit(transfer, 0, 4, layers=layers)
+    driver.submit(transfer, 0, 4, layers=LayerRange(1, 3), last=False)
+    driver.submit(transfer, 4, 8, layers=LayerRange(4, 5))
+
+
+def test_r11_a_chunk_without_groups_may_only_end_a_transfer() -> None:
+    """R11: where all rows are at the decode side already there is nothing to submit but the end."""
+    driver = PrefillDriver()
+    peer, transfer = driver.pair(), driver.ticket()
+    driver.grant(peer, transfer, 0)
+    with pytest.raises(LayoutError, match="groups: got none, expected at least one"):
+        driver.submit(transfer, 0, 0, groups=(), last=False)
+    driver.submit(transfer, 0, 0, groups=())
     assert driver.kinds(transfer) == [EventKind.SOURCE_FREE, EventKind.SENT]
 
 

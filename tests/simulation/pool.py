@@ -59,6 +59,12 @@ class WorkerPool:
             )
             side.pages[group.name] = [self._free[group.name].pop() for _ in range(num_pages)]
 
+    def held_layers(self, layers: LayerRange | None) -> LayerRange | None:
+        """Those of the model's `layers` that this worker, maybe one stage of a pipeline, has in its pool."""
+        held = [group.layers for group in self.layout.groups]
+        whole = LayerRange(min(each.first for each in held), max(each.end for each in held))
+        return None if layers is None else layers.intersect(whole)
+
     def hold(
         self, side: Side, tokens: TokenRange, layers: LayerRange | None, first_token: int, *, fill: bool
     ) -> list[int]:

@@ -137,11 +137,12 @@ class Request:
         self._reached.add(agent.incarnation)
         side = side or self._new_prefill_side(agent)
         is_late = world.setup.has_timeline and world.choices.chance(600)
-        offsets = agent.pool.hold(side, spec.tokens, spec.layers, 0, fill=not is_late)
+        layers = agent.pool.held_layers(spec.layers)
+        offsets = agent.pool.hold(side, spec.tokens, layers, 0, fill=not is_late)
         submit = Submit(
             transfer=self.transfer,
             groups=agent.pool.pages_of(side, spec.tokens, 0),
-            layers=spec.layers,
+            layers=layers,
             last=chunk_idx == len(self.chunks) - 1,
             deadline_s=self.deadline_s,
             ready=self._compute(agent, agent.pool, side, offsets) if is_late else 0,
