@@ -1,4 +1,3 @@
-# make setup | demo | test | simulate | check | clean: every target sets up what it needs on a fresh machine.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +7,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # What every agent imports: compiled once, because an agent must start fast also where Python may not write caches.
 HOT_PACKAGES := msgspec numpy rich typer zmq
 
-.PHONY: setup demo test simulate check clean
+.PHONY: setup demo test simulate check clean help
 setup: $(VENV)/.stamp
 
 $(VENV)/.stamp: pyproject.toml constraints.txt deploy/install-system-libraries.sh
@@ -37,3 +36,11 @@ check: setup
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+
+help:
+	@echo "make setup     make .venv with all that is needed; so does every target below where it is missing"
+	@echo "make demo      move the KV of a prompt between processes and compare every byte"
+	@echo "make test      run the tests"
+	@echo "make simulate  run twenty thousand simulated schedules"
+	@echo "make check     ruff and mypy"
+	@echo "make clean     remove .venv and caches"

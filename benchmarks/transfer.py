@@ -1,5 +1,4 @@
-"""The tables of docs/performance.md: both engines side by side, pulls, mode auto beside the modes it chooses from, and
-what checksums cost.
+"""The tables of docs/performance.md: both engines, pulls, mode auto beside the modes it chooses from, checksums.
 
 `python -m benchmarks.transfer [engines|pull|auto|verify]...`; all by default. Cases of a table run one after another,
 in rounds, so that other work on the machine hits all of them alike; every byte of every transfer is compared.
@@ -7,9 +6,9 @@ in rounds, so that other work on the machine hits all of them alike; every byte 
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -143,7 +142,12 @@ def _say(text: str) -> None:
 def main() -> None:
     """Print the tables that were asked for."""
     tables = {"engines": print_engines, "pull": print_pull, "auto": print_auto, "verify": print_verify}
-    for name in sys.argv[1:] or tables:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(tables)}; all by default")
+    names = parser.parse_args().tables
+    if unknown := sorted(set(names) - tables.keys()):
+        parser.error(f"TABLE: got {', '.join(unknown)}, expected some of {', '.join(tables)}")
+    for name in names or tables:
         tables[name]()
     _say(f"\nload after: {os.getloadavg()[0]:.1f}")
 

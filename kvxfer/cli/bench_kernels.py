@@ -8,6 +8,7 @@ Times are medians over replays of a CUDA graph that holds many calls, so that th
 import importlib.util
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvxfer.cli.kernel_cases import Case, cases
+from kvxfer.cli.kernel_cases import Case, builders
+from kvxfer.errors import ConfigError, KvxferError
 
 _COPY_BYTES = 2 << 30
 _GRAPH_US = 2000.0
@@ -114,8 +116,9 @@ def measure(case: Case, copy_gbs: float) -> Result:
 def run_cases(only: str | None) -> Iterator[tuple[float, Result]]:
     """The copy rate and one result after another; each case's memory goes back before the next is built."""
     rate = copy_rate()
-    for case in cases(only):
-        yield rate, measure(case, rate)
+    for kernel, make in builders():
+        if only in (None, kernel):
+            yield rate, measure(make(), rate)
 
 
 def show(copy_gbs: float, results: list[Result]) -> None:
@@ -155,14 +158,18 @@ def bench_kernels(
     plot: Annotated[Path | None, typer.Option(help="Also draw the results into this file (needs matplotlib).")] = None,
     only: Annotated[str | None, typer.Option(help="Time only the kernel of this name.")] = None,
 ) -> None:
-    """Time every kernel on this machine's GPU: us, GB/s, share of the measured copy rate, goals and peers' figures."""
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("no CUDA device: the kernels' speed can only be measured on a GPU")
+    """Time every kernel on this machine's GPU: us, GB/s, share of the measured copy rate, goals and peers' figures.
+
+    Raises `ConfigError` for a name that no kernel has, `KvxferError` where there is no GPU or no matplotlib.
+    """
+    kernels = list(dict.fromkeys(kernel for kernel, _ in builders()))
+    if only is not None and only not in kernels:
+        raise ConfigError(f"--only: got {only!r}, expected one of {', '.join(kernels)}")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("--plot needs matplotlib, which is not installed: pip install 'kvxfer[docs]'")
+        raise KvxferError("--plot needs matplotlib, which is not installed: pip install 'kvxfer[docs]'")
+    if not torch.cuda.is_available():
+        raise KvxferError("no CUDA device: the kernels' speed can only be measured on a GPU")
     timed = list(run_cases(only))
-    if not timed:
-        raise typer.BadParameter(f"--only: got {only!r}, expected the name of a kernel, such as gather_rows")
     copy_gbs, results = timed[0][0], [result for _, result in timed]
     if plot is not None:
         draw(plot, copy_gbs, results)
@@ -179,4 +186,7 @@ def bench_kernels(
 
 
 if __name__ == "__main__":
-    typer.run(bench_kernels)
+    try:
+        typer.run(bench_kernels)
+    except KvxferError as error:
+        sys.exit(f"kvxfer: {error}")

@@ -4,7 +4,7 @@ Peers: the kernels of SGLang 0.5.23 and vLLM 0.33, timed by `graph_us` on an H20
 fits the L2 can exceed the copy rate.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -60,22 +60,20 @@ class Case:
     peers_us: dict[str, float] = field(default_factory=dict)
 
 
-def cases(only: str | None = None) -> Iterator[Case]:
-    """All cases, or those of one kernel; a case's tensors are made when it is asked for and go with it."""
-    builders: list[tuple[str, Callable[[], Case]]] = []
+def builders() -> list[tuple[str, Callable[[], Case]]]:
+    """Every case as the name of its kernel and what makes it: its tensors are made then, and go with it."""
+    found: list[tuple[str, Callable[[], Case]]] = []
     for world, (num_tokens, share) in GATHER.items():
-        builders.append(("gather_rows", partial(gather_case, world, num_tokens, share)))
-    builders += [("copy_rows", partial(copy_case, world, 65536)) for world in (4, 8)]
+        found.append(("gather_rows", partial(gather_case, world, num_tokens, share)))
+    found += [("copy_rows", partial(copy_case, world, 65536)) for world in (4, 8)]
     for kernel, build, figures in (("pack_a2a", pack_case, PACK_US), ("unpack_combine", unpack_case, UNPACK_US)):
         for (batch, heads, world), (goal_us, sglang_us, vllm_us) in figures.items():
             peers_us = {"sglang": sglang_us, "vllm": vllm_us}
-            builders.append((kernel, partial(build, batch, heads, world, goal_us, peers_us)))
-    builders.append(("scale_partial_", partial(scale_case, 16384, 96, 4)))
-    builders.append(("mla_decode", partial(mla_case, 16, 0.7, None)))
-    builders.append(("mla_decode", partial(mla_case, 128, None, 200.0)))
-    for kernel, make in builders:
-        if only in (None, kernel):
-            yield make()
+            found.append((kernel, partial(build, batch, heads, world, goal_us, peers_us)))
+    found.append(("scale_partial_", partial(scale_case, 16384, 96, 4)))
+    found.append(("mla_decode", partial(mla_case, 16, 0.7, None)))
+    found.append(("mla_decode", partial(mla_case, 128, None, 200.0)))
+    return found
 
 
 def random_pool(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

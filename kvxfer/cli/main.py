@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvxfer.cli.options import choice, whole
 from kvxfer.cli.output import EXIT_FAILED, print_json, report_error, show_steps
 from kvxfer.errors import ConfigError, KvxferError
 
@@ -81,6 +82,7 @@ _ReadyJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON
 _Version = Annotated[
     bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
 ]
+_EngineName = Annotated[_Transport, choice("--transport", _Transport, "Engine that moves the slots.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -119,25 +121,26 @@ def keygen(
 @app.command()
 def demo(
     prompt: Annotated[Path | None, typer.Option(help="Text to prefill, one token a byte. Default: the README.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, max=16, help="Decode workers: the DCP size.")] = 4,
+    ranks: Annotated[int, whole("--ranks", "Decode workers: the DCP size.", 1, 16)] = 4,
     mode: Annotated[
         _DemoMode,
-        typer.Option(help="packed: in slots; raw: each run as it lies; p2p: pulled; auto: what the path favours."),
+        choice("--mode", _DemoMode, "packed: in slots; raw: each run as it lies; p2p: pulled; auto: the fastest."),
     ] = _DemoMode.PACKED,
-    transport: Annotated[_Transport, typer.Option(help="Engine that moves the slots.")] = _Transport.NIXL,
+    transport: _EngineName = _Transport.NIXL,
     draft_layers: Annotated[
-        int, typer.Option(min=0, max=8, help="Layers of a draft model, whose KV every rank gets.")
+        int, whole("--draft-layers", "Layers of a draft model, whose KV every rank gets.", 0, 8)
     ] = 0,
     state_bytes: Annotated[
         int,
-        typer.Option(
-            min=0,
-            max=16 << 20,
-            help="Bytes of a state blob as well: about half is split over the ranks, each gets the rest whole.",
+        whole(
+            "--state-bytes",
+            "Bytes of a state blob as well: about half is split over the ranks, each gets the rest whole.",
+            0,
+            16 << 20,
         ),
     ] = 0,
     decode_steps: Annotated[
-        int, typer.Option(min=0, max=1000, help="Then decode so many tokens over the ranks, and in one process.")
+        int, whole("--decode-steps", "Then decode so many tokens over the ranks, and in one process.", 0, 1000)
     ] = 0,
     as_json: _Json = False,
 ) -> None:
@@ -160,44 +163,54 @@ def demo(
 
 @bench.command("transfer")
 def bench_transfer(
-    transport: Annotated[_Transport, typer.Option(help="Engine that moves the slots.")] = _Transport.NIXL,
+    transport: _EngineName = _Transport.NIXL,
     mode: Annotated[
-        _Mode,
-        typer.Option(
-            help="packed, raw and p2p as in the demo; auto: what the path favours. serial: pack a whole chunk first."
-        ),
-    ] = _Mode.PACKED,
-    compare: Annotated[str, typer.Option(help="Measure several modes in turn, e.g. packed,raw,serial.")] = "",
-    tokens: Annotated[int, typer.Option(help="Length of the sequence.")] = 8192,
-    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 61,
-    row_bytes: Annotated[int, typer.Option(help="KV bytes of one token in one layer.")] = 1152,
-    page: Annotated[int, typer.Option(help="Tokens a page, on both sides.")] = 64,
-    pages: Annotated[_Pages, typer.Option(help="How the pages of a sequence lie in a pool.")] = _Pages.SHUFFLED,
-    dcp: Annotated[int, typer.Option(help="Decode workers, up to 16: the DCP size.")] = 4,
-    interleave: Annotated[int, typer.Option(help="Neighbouring tokens that one rank owns.")] = 1,
-    chunk: Annotated[int, typer.Option(help="Tokens a submit, as chunked prefill hands them over.")] = 8192,
-    repeat: Annotated[int, typer.Option(help="Measured transfers, after one that warms up.")] = 3,
-    num_slots: Annotated[int, typer.Option(help="Slots of each agent; serial takes as many as it needs.")] = 4,
-    slot_kib: Annotated[int, typer.Option(help="Size of one slot, in KiB; serial takes what it needs.")] = 16384,
+        _Mode | None,
+        choice("--mode", _Mode, "As in the demo, packed by default. serial: pack a whole chunk before it is sent."),
+    ] = None,
+    compare: Annotated[str, typer.Option(help="In place of --mode: several in turn, such as packed,raw,serial.")] = "",
+    tokens: Annotated[int, whole("--tokens", "Length of the sequence.", 0)] = 8192,
+    layers: Annotated[int, whole("--layers", "Layers of the model.", 1)] = 61,
+    row_bytes: Annotated[int, whole("--row-bytes", "KV bytes of one token in one layer, at most a slot.", 1)] = 1152,
+    page: Annotated[int, whole("--page", "Tokens a page, on both sides.", 1)] = 64,
+    pages: Annotated[_Pages, choice("--pages", _Pages, "How the pages of a sequence lie in a pool.")] = _Pages.SHUFFLED,
+    dcp: Annotated[int, whole("--dcp", "Decode workers: the DCP size.", 1, 16)] = 4,
+    interleave: Annotated[int, whole("--interleave", "Neighbouring tokens that one rank owns.", 1)] = 1,
+    chunk: Annotated[int, whole("--chunk", "Tokens a submit, as chunked prefill hands them over.", 1)] = 8192,
+    repeat: Annotated[int, whole("--repeat", "Measured transfers, after one that warms up.", 1)] = 3,
+    num_slots: Annotated[int, whole("--num-slots", "Slots of an agent; serial takes what it needs.", 1, 4096)] = 4,
+    slot_kib: Annotated[int, whole("--slot-kib", "Size of one slot, in KiB; serial takes what it needs.", 4)] = 16384,
     interval_ms: Annotated[
-        float, typer.Option(help="A submit every so many milliseconds, as a prefill in chunks computes; 0: at once.")
+        float,
+        typer.Option(
+            help="A submit every so many milliseconds, up to 10,000, as chunked prefill computes; 0: at once."
+        ),
     ] = 0.0,
     wire_gb_s: Annotated[
-        float | None, typer.Option(help="Emulate a wire of this rate (--transport loopback); all ranks share it.")
+        float | None,
+        typer.Option(help="Emulate a wire of this rate, up to 10,000 (--transport loopback); all ranks share it."),
     ] = None,
-    descriptor_us: Annotated[float, typer.Option(help="Time that a descriptor takes on the emulated wire.")] = 0.0,
-    device: Annotated[_Device, typer.Option(help="Where the pools lie; on a GPU all workers are one process.")] = (
-        _Device.CPU
-    ),
+    descriptor_us: Annotated[
+        float, typer.Option(help="Time that a descriptor takes on the emulated wire, up to 1e6.")
+    ] = 0.0,
+    device: Annotated[
+        _Device, choice("--device", _Device, "Where the pools lie; on a GPU all workers are one process.")
+    ] = _Device.CPU,
     placement: Annotated[
         _Placement | None,
-        typer.Option(help="Who moves rows between pools and slots. Default: agent on the CPU, worker on a GPU."),
+        choice(
+            "--placement",
+            _Placement,
+            "Who moves rows between pools and slots. Default: agent on the CPU, worker on a GPU.",
+        ),
     ] = None,
     busy: Annotated[
-        _Busy, typer.Option(help="The prefill worker multiplies matrices meanwhile: 4096^3 (long) or 1024^3 (short).")
+        _Busy,
+        choice("--busy", _Busy, "The prefill worker multiplies matrices meanwhile: 4096^3 (long) or 1024^3 (short)."),
     ] = _Busy.NONE,
     verify: Annotated[
-        _Verify, typer.Option(help="full: a checksum with every packed segment, compared before its rows are used.")
+        _Verify,
+        choice("--verify", _Verify, "full: a checksum with every packed segment, compared before its rows are used."),
     ] = _Verify.OFF,
     as_json: _Json = False,
 ) -> None:
@@ -207,9 +220,11 @@ def bench_transfer(
     from kvxfer.cli.bench_transfer import run_cases
     from kvxfer.cli.transfer_case import TransferCase, available_bytes
 
+    if mode is not None and compare:
+        raise ConfigError(f"--mode: got {mode.value} beside --compare {compare}, expected one of the two options")
     if placement is None:
         placement = _Placement.AGENT if device is _Device.CPU else _Placement.WORKER
-    modes = [_parse_mode(name) for name in compare.split(",")] if compare else [mode]
+    modes = [_parse_mode(name) for name in compare.split(",")] if compare else [mode or _Mode.PACKED]
     cases = [
         TransferCase(
             transport.value,
@@ -262,7 +277,7 @@ def _print_facts(facts: list[dict[str, Any]], *, is_comparison: bool) -> None:
 @bench.command("kernels")
 def bench_kernels(
     plot: Annotated[Path | None, typer.Option(help="Also draw the results into this file; needs matplotlib.")] = None,
-    only: Annotated[str | None, typer.Option(help="Time only the kernel of this name.")] = None,
+    only: Annotated[str | None, typer.Option(help="Time only the kernel of this name, such as gather_rows.")] = None,
     as_json: _Json = False,
 ) -> None:
     """Time every kernel on this machine's GPU: us, GB/s, share of the measured copy rate, goals and peers' figures."""

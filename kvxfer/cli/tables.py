@@ -95,11 +95,14 @@ def print_transfers(results: list[TransferResult]) -> None:
         else ("efficiency: goodput / goodput of the contiguous write")
     )
     console.print(
-        f"{measure}. ms in all: sums over ranks and segments, "
-        "which overlap, so they may exceed the transfer. No descriptors sent: the ranks pulled their rows."
+        f"{measure}. ms in all: sums over ranks and segments, which overlap, so they may exceed the transfer."
     )
+    if any(fact["bytes"] and not fact["descriptors_sent"] for fact in facts):
+        console.print("No descriptors sent: the ranks pulled their rows.")
+    first = facts[0]
     for fact in facts[1:]:
-        console.print(f"{facts[0]['mode']} / {fact['mode']}: {fact['transfer_ms'] / facts[0]['transfer_ms']:.2f}")
+        ratio = fact["transfer_ms"] / first["transfer_ms"]
+        console.print(f"{first['mode']} is {ratio:.2f} times as fast as {fact['mode']}")
     for fact in facts:
         for problem in fact["problems"]:
             console.print(f"{fact['mode']}: {problem}", markup=False)

@@ -2,15 +2,20 @@
 
 import pytest
 import torch
-import typer
 
 from kvxfer.cli.bench_kernels import Result, bench_kernels, show
+from kvxfer.errors import ConfigError, KvxferError
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels can be timed")
 def test_without_a_gpu_it_says_why_not() -> None:
-    with pytest.raises(typer.BadParameter, match="no CUDA device"):
+    with pytest.raises(KvxferError, match="no CUDA device"):
         bench_kernels()
+
+
+def test_a_kernel_that_does_not_exist_is_refused_before_anything_else() -> None:
+    with pytest.raises(ConfigError, match=r"^--only: got 'foo', expected one of gather_rows, copy_rows, .*mla_decode$"):
+        bench_kernels(only="foo")
 
 
 def test_the_table_tells_missed_goals_from_met_ones(

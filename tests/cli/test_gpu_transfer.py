@@ -60,7 +60,9 @@ def test_a_quick_run_without_a_gpu(
     assert [(each["name"], each["verified"], each["placement"]) for each in facts] == [
         ("dcp 4, 4096 tokens", True, "worker")
     ]
-    assert "| share of the wire, dcp 4, 4096 tokens |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| dcp 4, 4096 tokens | " in printed
+    assert "| goal |" not in printed  # they say nothing of host memory
     monkeypatch.setattr("sys.argv", ["gpu_transfer", *arguments, "--seconds", "-1"])
     assert gpu_transfer.main() == 0
     assert "left out after -1 s: dcp 4, 4096 tokens" in capsys.readouterr().out

@@ -110,18 +110,22 @@ def _run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "message"),
     [
-        (["--dcp", "17"], "--dcp: got 17, expected at most 16"),
-        (["--tokens", str(1 << 40)], r"--tokens, --layers, --row-bytes: got pools .* expected at most \d+ MiB"),
+        ("demo --mode serial", "--mode: got 'serial', expected auto, packed, raw or p2p"),
+        ("demo --ranks 0", "--ranks: got 0, expected 1 to 16"),
+        ("bench transfer --dcp 17", "--dcp: got 17, expected 1 to 16"),
+        ("bench transfer --page x", "--page: got 'x', expected a whole number, at least 1"),
+        ("bench transfer --mode raw --compare packed", "--mode: got raw beside --compare packed, expected one of"),
+        (f"bench transfer --tokens {1 << 40}", r"--tokens, --layers, --row-bytes: got pools .* at most \d+ MiB"),
         # The second mode is refused before the first runs.
-        (["--compare", "packed,serial", "--num-slots", "0"], "--num-slots, --slot-kib: got 0"),
+        ("bench transfer --compare packed,raw --verify full", "--verify: got full with mode raw, expected off"),
     ],
 )
-def test_bench_refuses_up_front(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_wrong_options_are_refused_up_front(
+    command: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run_main(monkeypatch, "bench", "transfer", *arguments) == 2
+    assert _run_main(monkeypatch, *command.split()) == 2
     error = capsys.readouterr().err
     assert re.match(f"kvxfer: {message}", error)
     assert error.count("\n") == 1
