@@ -19,7 +19,7 @@ from kvxfer.memory import HostMemory
 from kvxfer.ops.config import SecurityConfig
 from kvxfer.transfer import EventKind, Reason
 from tests.agent_world import WAIT_S, AgentWorld, receive_pages
-from tests.patience import SOON_S
+from tests.patience import SOON_S, until
 from tests.test_agents import Split, build
 from tests.test_agents_ends import ends
 from tests.wire_world import GUARD_BYTES, Geometry, GroupSpec, make_layout
@@ -37,6 +37,26 @@ def test_a_source_that_is_not_there_is_named(tmp_path: Path) -> None:
         assert event.reason is Reason.PEER_UNREACHABLE
         assert "tcp://127.0.0.1:9: did not pair within 0.5 s" in event.detail
         world.verify()
+
+
+def test_an_agent_without_a_worker_says_so_at_once_and_serves_the_next(tmp_path: Path) -> None:
+    """It is running and reachable: the ticket's worker is what is gone."""
+    with AgentWorld(tmp_path) as world:
+        build(world, Split())
+        layout = Split().target(0)
+        (seat, client), (_, prefill) = world.decode[0], world.prefill.pop()
+        ticket = prefill.ticket()
+        prefill.close()
+        agent = world.threads[tmp_path / "p0"].agent
+        until(lambda: agent._sidecar.pool is None, "the worker is gone")
+        began_s = time.monotonic()
+        client.open(ticket, receive_pages(seat.take_pages(world.ranges(layout, 0, 8))))
+        event = ends(client, ticket)
+        assert time.monotonic() - began_s < SOON_S
+        assert event.reason is Reason.WORKER_LOST
+        assert "it runs, but the worker that made the ticket is gone" in event.detail
+        world.join_prefill("p0", layout)
+        world.move(20)
 
 
 @pytest.mark.parametrize("home", [True, False])

@@ -82,7 +82,6 @@ __all__ = [
     "MoreEntries",
     "NewRegion",
     "NewTicket",
-    "NotReady",
     "Ok",
     "Open",
     "PageBytes",
@@ -320,10 +319,6 @@ class Welcome(MessageBase, frozen=True, kw_only=True):
     """Unix socket where agents of the same host get this pool read-only; empty where it is not offered."""
 
 
-class NotReady(MessageBase, frozen=True, kw_only=True):
-    """Prefill to decode: no worker has handed over a pool yet; say hello again later."""
-
-
 class Goodbye(MessageBase, frozen=True, kw_only=True):
     """Either agent: this run ends; every leg with it is over."""
 
@@ -342,7 +337,6 @@ WorkerReply = Attached | TicketMade | Ok | Refused
 DecodeToPrefill = Hello | NewRegion | Ping | Goodbye | Grant | Credits | AbortLeg | QuiescedAck | Query | Pulled
 PrefillToDecode = (
     Welcome
-    | NotReady
     | Refused
     | RegionTaken
     | Goodbye

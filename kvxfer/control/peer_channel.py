@@ -132,6 +132,11 @@ class PeerListener(Channel):
         """What became of all connections so far, as far as `receive()` has looked."""
         return self._counts
 
+    @property
+    def last_host(self) -> str:
+        """The numeric address from which the message came that `receive()` returned last."""
+        return str(self._frame.get("Peer-Address"))
+
     def key_of(self, sender: bytes) -> str:
         """The public key that a sender has proven to have; empty for one that was not heard for long."""
         return self._owners.get(incarnation_of(sender), "")

@@ -12,7 +12,6 @@ from kvxfer.control.messages import (
     Hello,
     Message,
     NewRegion,
-    NotReady,
     Ping,
     Refused,
     RegionTaken,
@@ -22,7 +21,7 @@ from kvxfer.control.messages import (
 from kvxfer.control.peer_channel import Connection, Credentials
 from kvxfer.control.pull_share import SharedPool
 from kvxfer.decode.core import DecodeCore
-from kvxfer.decode.pairing import HELLO_AGAIN_S, PrefillPeer
+from kvxfer.decode.pairing import PrefillPeer
 from kvxfer.errors import HandoffError, LayoutError, ProtocolError, RefusedError
 from kvxfer.layout import PoolLayout
 from kvxfer.ops.config import DecodeConfig
@@ -81,14 +80,13 @@ class SourceLinks:
         self._peers.clear()
 
     def tick(self, now: float) -> None:
-        """Say hello again, tell the floor, look after pulls; give up those that are gone."""
+        """Tell the floor, look after pulls; give up those that are gone."""
         news = self._credentials.reload()
         if news is not None:
             self._sidecar.log.warning("%s", news)
         timeout_s = self._config.peer_timeout_s
         for incarnation, peer in list(self._peers.items()):
             if not peer.is_paired:
-                peer.say_hello(now)
                 if now - peer.began_at > timeout_s:
                     detail = f"did not pair within {timeout_s} s: is it running and reachable there?"
                     self.lose(incarnation, Reason.PEER_UNREACHABLE, detail, now)
@@ -115,10 +113,10 @@ class SourceLinks:
         except ProtocolError as error:
             self._core.peer_gone(source.incarnation, Reason.PEER_UNREACHABLE, str(error), now)
             return
-        peer = PrefillPeer(source, connection, heartbeat, self._hello(source), now, hello_at=now)
+        peer = PrefillPeer(source, connection, heartbeat, self._hello(source), now)
         self._peers[source.incarnation] = peer
         self._sidecar.watch(connection, lambda at: self._receive(peer, at))
-        peer.say_hello(now)
+        peer.send(peer.hello)
 
     def _hello(self, source: Source) -> Hello:
         sidecar = self._sidecar
@@ -146,8 +144,6 @@ class SourceLinks:
             match message:
                 case Welcome() if not peer.is_paired:
                     self._welcomed(peer, message, now)
-                case NotReady() if not peer.is_paired:
-                    peer.hello_at = now + HELLO_AGAIN_S
                 case Refused() if not peer.is_paired:
                     detail = f"{message.field}: {message.detail}" if message.field else message.detail
                     self.lose(peer.source.incarnation, message.reason or Reason.PEER_REFUSED, detail, now)

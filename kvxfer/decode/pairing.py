@@ -16,7 +16,6 @@ from kvxfer.layout import PoolLayout
 from kvxfer.routes import match_layouts
 from kvxfer.transfer import Reason
 
-HELLO_AGAIN_S = 0.2
 REGION_AGAIN_S = 1.0
 
 
@@ -29,7 +28,6 @@ class PrefillPeer:
     heartbeat: Heartbeat
     hello: Hello
     began_at: float
-    hello_at: float | None = None  # when to say hello (again)
     pinged_at: float = 0.0
     absence: Absence = field(default_factory=Absence)
     is_paired: bool = False
@@ -45,12 +43,6 @@ class PrefillPeer:
     def send(self, message: DecodeToPrefill) -> bool:
         """False where the peer does not take it: it is as good as lost."""
         return self.connection.send(REMOTE, encode(message))
-
-    def say_hello(self, now: float) -> None:
-        """Say hello if it is time to."""
-        if self.hello_at is not None and now >= self.hello_at:
-            self.hello_at = None
-            self.send(self.hello)
 
     def tell_region_again(self, now: float) -> None:
         """The landing slots have moved, and it may not know."""

@@ -34,6 +34,12 @@ class PeerInfo:
     figures: PathFigures = field(default_factory=PathFigures)
     verify: bool = False  # it wants a checksum with every segment
     region_id: int = 0  # where its landing slots lay when it was paired
+    dst_rank: int = 0
+    host: str = ""
+
+    def __str__(self) -> str:
+        at = f" at {self.host}" if self.host else ""
+        return f"decode agent {self.incarnation}{at} (dst_rank {self.dst_rank} of {self.dst_world})"
 
 
 class Leases(Protocol):

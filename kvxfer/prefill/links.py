@@ -17,7 +17,6 @@ from kvxfer.control.messages import (
     Hello,
     Message,
     NewRegion,
-    NotReady,
     PrefillToDecode,
     Refused,
     RegionTaken,
@@ -102,17 +101,17 @@ class PeerLinks:
 
     def _hello(self, sender: bytes, hello: Hello, now: float) -> None:
         sidecar = self._sidecar
-        if sidecar.pool is None or hello.incarnation.encode() != incarnation_of(sender):
-            self._listener.send(sender, encode(NotReady()))
-            return
+        if hello.incarnation.encode() != incarnation_of(sender):
+            raise ProtocolError(f"hello: incarnation: got {hello.incarnation}, expected the name of the connection")
         self._forget(self._names.get(sender, ""), Reason.PEER_LOST, now)
         try:
             info = check_hello(
                 hello,
                 incarnation=self._sidecar.incarnation,
                 transport=sidecar.transport.name,
-                layout=sidecar.pool.layout,
+                layout=sidecar.pool.layout if sidecar.pool is not None else None,
                 slot_bytes=sidecar.slots.slot_bytes,
+                host=self._listener.last_host,
             )
         except RefusedError as error:
             # A pairing of the same agent on another connection stays: this one may follow an outdated ticket.

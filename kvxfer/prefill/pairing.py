@@ -47,12 +47,17 @@ class Unpaired:
     refusal: Refused
 
 
-def check_hello(hello: Hello, *, incarnation: str, transport: str, layout: PoolLayout, slot_bytes: int) -> PeerInfo:
-    """What a decode agent said of itself, against this side. Raises `RefusedError`, naming the field."""
+def check_hello(
+    hello: Hello, *, incarnation: str, transport: str, layout: PoolLayout | None, slot_bytes: int, host: str = ""
+) -> PeerInfo:
+    """What a decode agent at `host` said of itself, against this side, which has no `layout` without a worker. Raises
+    `RefusedError`, naming the field."""
     if hello.version != PROTOCOL_VERSION:
         raise RefusedError(f"got {hello.version}, expected {PROTOCOL_VERSION}", Reason.PEER_REFUSED, "version")
     if hello.expected_incarnation != incarnation:
         raise RefusedError(f"this endpoint is now {incarnation}", Reason.STALE, "incarnation")
+    if layout is None:
+        raise RefusedError("it runs, but the worker that made the ticket is gone", Reason.WORKER_LOST)
     if hello.transport != transport:
         raise RefusedError(f"got {hello.transport!r}, expected {transport!r}", Reason.LAYOUT_MISMATCH, "transport")
     if hello.num_slots * hello.slot_bytes > hello.region_bytes or (
@@ -73,7 +78,14 @@ def check_hello(hello: Hello, *, incarnation: str, transport: str, layout: PoolL
         detail = f"got slots of {segment_bytes} bytes on one side, expected at least a row of {row_bytes} bytes"
         raise RefusedError(detail, Reason.LAYOUT_MISMATCH, "slot_bytes")
     return PeerInfo(
-        hello.incarnation, route, segment_bytes, hello.dst_world, verify=hello.verify, region_id=hello.region_id
+        hello.incarnation,
+        route,
+        segment_bytes,
+        hello.dst_world,
+        verify=hello.verify,
+        region_id=hello.region_id,
+        dst_rank=hello.dst_rank,
+        host=host,
     )
 
 

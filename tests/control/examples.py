@@ -108,7 +108,6 @@ EXAMPLES: dict[str, m.Message] = {
         figures=m.PathFigures(path="cma", descriptor_s=3e-6, bytes_per_s=1e10),
         pull_path="/run/kvxfer/pull.sock",
     ),
-    "not_ready": m.NotReady(),
     "goodbye": m.Goodbye(incarnation=DECODER),
     "new_region": m.NewRegion(metadata=b"\x00md", region_id=4, region_bytes=1 << 26),
     "region_taken": m.RegionTaken(region_id=4),

@@ -94,6 +94,13 @@ def test_a_peer_that_does_not_fit_is_refused_by_field(hello: Hello, field: str, 
     assert detail in refused.value.detail
 
 
+def test_a_peer_of_another_run_is_told_so_whether_there_is_a_worker_or_not() -> None:
+    for hello, reason in ((_hello(), Reason.WORKER_LOST), (_hello(expected_incarnation="1" * 32), Reason.STALE)):
+        with pytest.raises(RefusedError) as refused:
+            check_hello(hello, incarnation=INCARNATION, transport="loopback", layout=None, slot_bytes=64)
+        assert refused.value.reason is reason
+
+
 def test_own_slots_smaller_than_a_row_are_refused_at_pairing() -> None:
     with pytest.raises(RefusedError, match="slot_bytes"):
         _check(_hello(), slot_bytes=ROW_BYTES - 1)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from tests.simulation.prefill_agent import SimPrefill
     from tests.simulation.world import World
 
-HELLO_AGAIN_S = 0.5
 PING_EVERY_TICKS = 3
 
 
@@ -41,7 +40,6 @@ class _Source:
     link: Link
     expected: str
     began_at: float
-    hello_at: float | None = None  # when to say hello again
     is_paired: bool = False
     untaken: pairing.Rotated | None = None  # where the slots lie now, until it says that it knows
     shared: SharedPool | None = None  # its pool, where it is mapped here
@@ -102,10 +100,8 @@ class SimDecode(SimAgent[Action]):
                 source.shared = self._map_pool(link.prefill)
                 layout = source.shared.pool.layout if source.shared else None
                 self.core.peer_paired(SourceInfo(source.expected, route, SLOT_BYTES, layout), self.clock.now)
-            case pairing.NotReady() if not source.is_paired:
-                source.hello_at = self.clock.now + HELLO_AGAIN_S
             case pairing.Refused() if not source.is_paired:
-                self._lose_peer(source.expected, Reason.STALE)
+                self._lose_peer(source.expected, message.reason)
             case pairing.RotationTaken():
                 if source.untaken is not None and source.untaken.epoch == message.epoch:
                     source.untaken = None
@@ -282,9 +278,6 @@ class SimDecode(SimAgent[Action]):
         for incarnation, source in list(self._sources.items()):
             prefill = source.link.prefill
             if not source.is_paired:
-                if source.hello_at is not None and now >= source.hello_at:
-                    source.hello_at = None
-                    source.link.to_prefill.send(pairing.Hello(incarnation, self.epoch))
                 if now - source.began_at > PEER_TIMEOUT_S:
                     self._lose_peer(incarnation, Reason.PEER_UNREACHABLE)
             elif self.is_silent(incarnation, not (prefill.is_dead or prefill.is_paused)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvxfer.transfer import Reason
+
 
 @dataclass(frozen=True, slots=True)
 class Hello:
@@ -19,13 +21,10 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class NotReady:
-    """Prefill agent: no pool yet; ask again."""
-
-
-@dataclass(frozen=True, slots=True)
 class Refused:
-    """Prefill agent: never."""
+    """Prefill agent: never, for this run or its worker is another than the one that made the ticket."""
+
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)

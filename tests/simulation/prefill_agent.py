@@ -101,13 +101,13 @@ class SimPrefill(SimAgent[Action]):
                 self.core.receive(peer, cast(DecodeToPrefill, message), self.clock.now)
 
     def _hello(self, link: Link, hello: pairing.Hello) -> None:
-        if self.pool is None:
-            link.to_decode.send(pairing.NotReady())
+        if self.pool is None and hello.expected == self.incarnation:
+            link.to_decode.send(pairing.Refused(Reason.WORKER_LOST))
             return
         peer = link.decode.incarnation
         self._forget_peer(peer, Reason.PEER_LOST)
         if hello.expected != self.incarnation:
-            link.to_decode.send(pairing.Refused())
+            link.to_decode.send(pairing.Refused(Reason.STALE))
             return
         self.links[peer], self.heard_at[peer], self._epochs[peer] = link, self.clock.now, hello.epoch
         decode = link.decode
