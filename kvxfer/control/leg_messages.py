@@ -66,6 +66,7 @@ class AbortLeg(LegMessage, frozen=True, kw_only=True):
     """Decode to prefill: stop; answer `Quiesced` when nothing of the leg can be emitted or is in flight."""
 
     reason: Reason
+    detail: Text = ""
 
 
 class QuiescedAck(LegMessage, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from kvxfer.control.messages import (
 )
 from kvxfer.decode.actions import Action, PairWith, Scatter, SendToPeer
 from kvxfer.decode.chunks import plan_received, segment_problem, source_addresses
-from kvxfer.decode.lifecycle import Lifecycle
+from kvxfer.decode.lifecycle import MAX_DETAIL, Lifecycle
 from kvxfer.decode.moves import Moves
 from kvxfer.decode.receive import Receive, ReceiveLeg, SourceInfo, accept_open, check_free
 from kvxfer.errors import LayoutError, RefusedError
@@ -168,10 +168,10 @@ class DecodeCore:
                 for leg in legs:
                     self._life.abort(receive, leg, now)
 
-    def aborts_for(self, incarnation: str, reason: Reason) -> list[AbortLeg]:
+    def aborts_for(self, incarnation: str, reason: Reason, detail: str) -> list[AbortLeg]:
         """What to tell a prefill agent that is about to be given up: which of its legs end without success."""
         return [
-            AbortLeg(transfer=leg.transfer, generation=leg.generation, reason=reason)
+            AbortLeg(transfer=leg.transfer, generation=leg.generation, reason=reason, detail=detail[:MAX_DETAIL])
             for receive in self.receives.values()
             for leg in receive.legs
             if leg.source.incarnation == incarnation and not leg.is_closed and not leg.has_come

@@ -126,7 +126,7 @@ class Lifecycle:
         """
         leg.asked_at = now
         reason = receive.reason or Reason.ABORTED_BY_PEER
-        message = AbortLeg(transfer=leg.transfer, generation=leg.generation, reason=reason)
+        message = AbortLeg(transfer=leg.transfer, generation=leg.generation, reason=reason, detail=receive.detail)
         self._outbox.append(SendToPeer(leg.source.incarnation, message))
 
     def remind(self, receive: Receive, now: float) -> None:

@@ -216,7 +216,7 @@ class SourceLinks:
         peer = self._peers.pop(incarnation, None)
         if peer is None:
             return
-        for abort in self._core.aborts_for(incarnation, reason):
+        for abort in self._core.aborts_for(incarnation, reason, detail):
             peer.send(abort)
         peer.send(Goodbye(incarnation=self._sidecar.incarnation))
         self._hang_up(peer)

@@ -25,10 +25,10 @@ def find_refusal(life: Lifecycle, peer: Peer, grant: Grant) -> tuple[Reason, str
     if not peer.has_room():
         return Reason.PEER_REFUSED, f"grant: got more than {MAX_LEGS_PER_PEER} live transfers of one decode agent"
     transfer = life.transfers.get(grant.transfer)
-    if transfer is None and grant.transfer in life.ended:
-        return life.ended[grant.transfer] or Reason.STALE, "the transfer has ended"
     if life.is_draining and (transfer is None or not transfer.legs):
         return Reason.SHUTDOWN, SHUTDOWN_DETAIL
+    if transfer is None and grant.transfer in life.ended:
+        return Reason.STALE, f"the transfer has ended ({life.why_ended(grant.transfer)}); ask for a new ticket"
     if transfer is None:
         if grant.home:
             return Reason.UNKNOWN_TRANSFER, f"no ticket {grant.transfer} was made by this run of the agent"

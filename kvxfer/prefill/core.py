@@ -26,7 +26,7 @@ from kvxfer.ops.totals import CoreFigures
 from kvxfer.prefill.actions import Action, SendToPeer
 from kvxfer.prefill.admission import SHUTDOWN_DETAIL, find_refusal
 from kvxfer.prefill.leg import Leases, Leg, Mode, PeerInfo
-from kvxfer.prefill.lifecycle import Lifecycle
+from kvxfer.prefill.lifecycle import Lifecycle, explain_abort
 from kvxfer.prefill.peers import LegKey, Peer
 from kvxfer.prefill.planning import Outlook, look_ahead, plan_for_leg, reach_timeline
 from kvxfer.prefill.transfer import Transfer
@@ -134,10 +134,14 @@ class PrefillCore:
             raise RefusedError("submit: no pool is attached; hand one over first")
         transfer = self.transfers.get(message.transfer)
         if transfer is not None and (transfer.has_ended or transfer.reason is not None):
-            raise RefusedError(f"submit: transfer {message.transfer} is ending: {transfer.reason}")
+            why = transfer.reason.value if transfer.reason is not None else "all was sent"
+            raise RefusedError(f"submit: transfer {message.transfer} is ending: {why}", Reason.STALE)
         if transfer is None:
             if message.transfer in self._life.ended:
-                raise RefusedError(f"submit: transfer {message.transfer} has ended; ask for a new ticket")
+                why = self._life.why_ended(message.transfer)
+                raise RefusedError(
+                    f"submit: transfer {message.transfer} has ended ({why}); ask for a new ticket", Reason.STALE
+                )
             self.check_admission()
             # A sibling's agent made the ticket: this one learns of the transfer by its first grant or submit.
             transfer = Transfer(message.transfer, is_known=True, started_at=now, deadline=now + message.deadline_s)
@@ -183,7 +187,7 @@ class PrefillCore:
         for leg in list(peer.legs.values()):
             transfer = self.transfers.get(leg.transfer)
             if transfer is not None and (leg.is_live or not (transfer.has_ended or said_goodbye)):
-                self._life.fail(transfer, reason, f"decode agent {incarnation} is gone", now)
+                self._life.fail(transfer, reason, f"{peer.info} is gone", now)
 
     def receive(self, incarnation: str, message: DecodeToPrefill, now: float) -> None:
         """A message of a paired decode agent."""
@@ -191,7 +195,7 @@ class PrefillCore:
         if peer is None:
             self.refused["unpaired"] += 1
             if isinstance(message, AbortLeg):
-                self._life.give_up(incarnation, message, now)  # it can have no leg
+                self._life.give_up(incarnation, "decode agent", message, now)  # it can have no leg
             return
         match message:
             case Grant():
@@ -284,13 +288,13 @@ class PrefillCore:
         leg = peer.legs.get(key) or self._life.leg_of_lost_pairing(peer.info.incarnation, key)
         if leg is None:
             peer.bury(key)
-            self._life.give_up(peer.info.incarnation, message, now)
+            self._life.give_up(peer.info.incarnation, str(peer.info), message, now)
             quiesced = Quiesced(transfer=message.transfer, generation=message.generation)
             self._life.outbox.append(SendToPeer(peer.info.incarnation, quiesced))
             return
         transfer = self.transfers.get(leg.transfer)
         if transfer is not None and transfer.reason is None and not transfer.has_ended:
-            self._life.fail(transfer, Reason.ABORTED_BY_PEER, f"decode agent gave up: {message.reason.value}", now)
+            self._life.fail(transfer, Reason.ABORTED_BY_PEER, explain_abort(str(peer.info), message), now)
         if not leg.is_live:
             self._life.send_quiesced(leg, now)
 

@@ -124,9 +124,9 @@ class Lifecycle:
         """End what is too late on either side; look after what is ending."""
         for transfer in list(self.transfers.values()):
             if transfer.reason is None and now >= transfer.deadline:
-                self.fail(transfer, Reason.DEADLINE, "the deadline of the prefill side has passed", now)
+                self.fail(transfer, Reason.DEADLINE, _explain_deadline("prefill", transfer), now)
             elif transfer.reason is None and any(now >= leg.deadline for leg in transfer.legs.values() if leg.is_live):
-                self.fail(transfer, Reason.DEADLINE, "the deadline of the decode side has passed", now)
+                self.fail(transfer, Reason.DEADLINE, _explain_deadline("decode", transfer), now)
             elif transfer.reason is not None and not transfer.has_ended:
                 self.advance(transfer, now)
 
@@ -136,13 +136,14 @@ class Lifecycle:
         leg = transfer.legs.get(peer) if transfer is not None else None
         return leg if leg is not None and leg.key == key else None
 
-    def give_up(self, peer: str, abort: AbortLeg, now: float) -> None:
-        """A decode agent gave a transfer up before its grant: its worker hears of it now, or when it submits."""
+    def give_up(self, peer: str, name: str, abort: AbortLeg, now: float) -> None:
+        """A decode agent, which people know by `name`, gave a transfer up before its grant: its worker hears of it now,
+        or when it submits."""
         transfer = self.transfers.get(abort.transfer)
         if transfer is None:
             self._keep_end(abort.transfer, Reason.ABORTED_BY_PEER)
         elif peer not in transfer.legs:
-            self.fail(transfer, Reason.ABORTED_BY_PEER, f"decode agent gave up: {abort.reason.value}", now)
+            self.fail(transfer, Reason.ABORTED_BY_PEER, explain_abort(name, abort), now)
 
     def stop(self, leg: Leg, reason: Reason, detail: str) -> None:
         """Emit nothing more for `leg` and tell its peer why; `quiesce` follows when it is quiet."""
@@ -256,7 +257,22 @@ class Lifecycle:
             return
         self._keep_end(transfer.transfer, transfer.reason)
 
+    def why_ended(self, transfer: str) -> str:
+        """Why a forgotten transfer ended."""
+        reason = self.ended[transfer]
+        return "all was sent" if reason is None else reason.value
+
     def _keep_end(self, transfer: str, reason: Reason | None) -> None:
         self.ended.setdefault(transfer, reason)
         while len(self.ended) > MAX_ENDED:
             self.ended.popitem(last=False)
+
+
+def explain_abort(name: str, abort: AbortLeg) -> str:
+    """Why the decode agent `name` ends a transfer."""
+    return f"{name} gave up: {abort.reason.value}{': ' if abort.detail else ''}{abort.detail}"
+
+
+def _explain_deadline(side: str, transfer: Transfer) -> str:
+    missing = transfer.what_is_missing
+    return f"the deadline of the {side} side has passed{': ' if missing else ''}{missing}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -99,6 +100,21 @@ class Transfer:
         self.legs[leg.peer.incarnation] = leg
         parts = sum(Fraction(1, each.peer.dst_world) for each in self.legs.values())
         self.has_all_legs = parts == self.num_decode_groups
+
+    @property
+    def what_is_missing(self) -> str:
+        """What others still owe, in words; empty where all have asked and the worker has submitted its last chunk."""
+        problems = []
+        if not self.has_all_legs:
+            asked = Counter(leg.peer.dst_world for leg in self.legs.values())
+            num_whole = sum(num_agents // world for world, num_agents in asked.items())
+            problems.append(f"{num_whole} of {self.num_decode_groups} decode groups have opened it")
+            problems += [
+                f"{num % world} of the {world} agents of one more" for world, num in asked.items() if num % world
+            ]
+        if not self.has_last:
+            problems.append("its last chunk was not submitted")
+        return ", ".join(problems)
 
     @property
     def num_gathers_to_come(self) -> int:

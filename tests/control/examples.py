@@ -123,7 +123,7 @@ EXAMPLES: dict[str, m.Message] = {
         can_pull=True,
     ),
     "credits": m.Credits(transfer=TRANSFER, generation=9, region_id=4, first=17, slots=(0, 7)),
-    "abort_leg": m.AbortLeg(transfer=TRANSFER, generation=9, reason=Reason.DEADLINE),
+    "abort_leg": m.AbortLeg(transfer=TRANSFER, generation=9, reason=Reason.DEADLINE, detail="late"),
     "quiesced_ack": m.QuiescedAck(transfer=TRANSFER, generation=9),
     "pulled": m.Pulled(transfer=TRANSFER, generation=9, chunk=1),
     "query": m.Query(transfer=TRANSFER, generation=9),

@@ -107,7 +107,8 @@ def test_sources_that_miss_or_repeat_a_layer_are_refused_before_a_byte_moves(lay
     assert "layers" in driver.events[0].detail
     for source in sources:
         assert not driver.to(source, Grant)
-        assert driver.to(source, AbortLeg)[0].reason is Reason.LAYOUT_MISMATCH
+        abort = driver.to(source, AbortLeg)[0]
+        assert (abort.reason, abort.detail) == (Reason.LAYOUT_MISMATCH, driver.events[0].detail)
         driver.quiesced(source, transfer)
     driver.assert_idle()
 

@@ -87,8 +87,10 @@ def test_rows_on_their_way_into_pages_need_no_source(has_finished: bool) -> None
     driver.segment(source, transfer, 0, driver.credits(source, transfer)[0], num_bytes=plan.num_bytes)
     if has_finished:
         driver.receive(source, driver.finished_message(source, transfer, 1, 1, plan.num_bytes))
-    aborts = driver.core.aborts_for(source.incarnation, Reason.PEER_LOST)
-    assert [abort.transfer for abort in aborts] == ([] if has_finished else [transfer])
+    aborts = driver.core.aborts_for(source.incarnation, Reason.PEER_LOST, "it is silent")
+    assert [(abort.transfer, abort.detail) for abort in aborts] == (
+        [] if has_finished else [(transfer, "it is silent")]
+    )
     driver.lose(source)
     assert not driver.ends(transfer)
     driver.end_scatters()

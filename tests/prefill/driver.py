@@ -88,7 +88,7 @@ class PrefillDriver:
         """A new decode agent; returns its incarnation."""
         incarnation = new_id()
         route = match_layouts(self.layout, pool_layout(shard), rank, world)
-        self.core.peer_paired(PeerInfo(incarnation, route, SEGMENT_BYTES, world))
+        self.core.peer_paired(PeerInfo(incarnation, route, SEGMENT_BYTES, world, dst_rank=rank, host="10.0.0.7"))
         return incarnation
 
     def receive(self, peer: str, message: DecodeToPrefill) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvxfer.control.ids import new_id
-from kvxfer.control.messages import Chunk, Finished, GroupPages, LegFailed, Quiesced
+from kvxfer.control.messages import AbortLeg, Chunk, Finished, GroupPages, LegFailed, Quiesced
 from kvxfer.control.pages import encode_pages
 from kvxfer.errors import LayoutError, RefusedError
 from kvxfer.layout import LayerRange, Shard, TokenRange
@@ -201,7 +201,8 @@ def test_grants_for_tickets_that_never_were_or_have_ended_are_refused(home: bool
     peer, ended = driver.pair(), driver.ticket()
     driver.abort(ended)
     driver.grant(peer, ended, 4, generation=1, home=home)
-    assert driver.to(peer, LegFailed)[0].reason is Reason.ABORTED_BY_WORKER
+    refusal = driver.to(peer, LegFailed)[0]
+    assert (refusal.reason, "has ended (aborted_by_worker)" in refusal.detail) == (Reason.STALE, True)
     if home:
         driver.grant(peer, new_id(), 4, generation=2)
         assert driver.to(peer, LegFailed)[1].reason is Reason.UNKNOWN_TRANSFER
@@ -216,8 +217,9 @@ def test_a_transfer_that_only_a_grant_made_known_tells_the_worker_nothing() -> N
     driver.grant(peer, transfer, 4, home=False, remaining_s=5.0)
     driver.tick(6.0)
     assert not driver.events
-    with pytest.raises(RefusedError, match="has ended"):
+    with pytest.raises(RefusedError, match=r"has ended \(deadline\)") as refused:
         driver.submit(transfer, 0, 4)
+    assert refused.value.reason is Reason.STALE
 
 
 def test_an_abort_that_overtakes_its_grant_ends_the_transfer_at_once() -> None:
@@ -231,6 +233,53 @@ def test_an_abort_that_overtakes_its_grant_ends_the_transfer_at_once() -> None:
     with pytest.raises(RefusedError, match="has ended"):
         driver.submit(foreign, 0, 8)
     driver.assert_idle()
+
+
+def test_a_submit_to_a_transfer_that_is_ending_is_stale() -> None:
+    driver = PrefillDriver()
+    peer, transfer = driver.pair(), driver.ticket()
+    driver.grant(peer, transfer, 8)
+    driver.submit(transfer, 0, 4, last=False)
+    driver.abort(transfer)
+    with pytest.raises(RefusedError, match="is ending: aborted_by_worker") as refused:
+        driver.submit(transfer, 4, 8)
+    assert refused.value.reason is Reason.STALE
+
+
+def test_the_worker_hears_who_gave_up_and_why() -> None:
+    """Whether the decode agent had asked for the transfer before or not, and when it is lost."""
+    driver = PrefillDriver()
+    peer = driver.pair(Shard(rank=1, size=2), rank=1, world=2)
+    known, unknown, lost = (driver.ticket() for _ in range(3))
+    driver.grant(peer, known, 8, generation=1)
+    driver.grant(peer, lost, 8, generation=3)
+    for generation, transfer in ((1, known), (2, unknown)):
+        detail = "layout: row_bytes: got 24, expected 25"
+        abort = AbortLeg(transfer=transfer, generation=generation, reason=Reason.LAYOUT_MISMATCH, detail=detail)
+        driver.receive(peer, abort)
+    driver.lose(peer)
+    name = f"decode agent {peer} at 10.0.0.7 (dst_rank 1 of 2)"
+    gave_up = f"{name} gave up: layout_mismatch: layout: row_bytes: got 24, expected 25"
+    assert [event.detail for event in driver.events] == [gave_up, gave_up, f"{name} is gone"]
+
+
+def test_a_deadline_says_what_was_missing() -> None:
+    driver = PrefillDriver(num_slots=8)
+    nobody, some, unsubmitted = (driver.ticket(deadline_s=5.0, num_decode_groups=number) for number in (1, 3, 1))
+    single, first = driver.pair(), driver.pair(Shard(rank=0, size=2), rank=0, world=2)
+    driver.submit(nobody, 0, 8, deadline_s=5.0)
+    driver.submit(some, 0, 8, deadline_s=5.0)
+    driver.grant(single, some, 8, num_decode_groups=3)
+    driver.grant(first, some, 8, num_decode_groups=3)
+    driver.grant(single, unsubmitted, 8, generation=2)
+    driver.tick(5.0)
+    driver.end_gathers()
+    passed = "the deadline of the prefill side has passed"
+    assert {event.transfer: event.detail for event in driver.events} == {
+        nobody: f"{passed}: 0 of 1 decode groups have opened it",
+        some: f"{passed}: 1 of 3 decode groups have opened it, 1 of the 2 agents of one more",
+        unsubmitted: f"{passed}: its last chunk was not submitted",
+    }
 
 
 def test_an_abort_of_a_decode_agent_that_is_not_paired_yet_ends_the_transfer() -> None:

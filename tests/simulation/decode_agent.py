@@ -129,7 +129,7 @@ class SimDecode(SimAgent[Action]):
         for receive in self.core.receives.values():
             if any(leg.source.incarnation == incarnation for leg in receive.legs):
                 self.world.taint_transfer(receive.transfer)
-        for abort in self.core.aborts_for(incarnation, reason):
+        for abort in self.core.aborts_for(incarnation, reason, "as the simulation says"):
             source.link.to_prefill.send(abort)
         source.link.to_prefill.send(pairing.Goodbye())
         source.link.is_closed = True
