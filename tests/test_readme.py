@@ -1,5 +1,7 @@
 """What README and docs say is so: the example runs, every command and every key is there."""
 
+import asyncio
+import contextlib
 import re
 import threading
 from collections.abc import Iterator
@@ -7,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pytest
 import typer
 
 from kvxfer.cli.main import app
+from kvxfer.control.client import AsyncDecodeClient, AsyncPrefillClient
 from kvxfer.decode.agent import DecodeAgent
+from kvxfer.layout import Group, PoolLayout, Shard
+from kvxfer.memory import HostMemory
 from kvxfer.ops.config import DecodeConfig, OpsConfig, PrefillConfig, SecurityConfig, SlotConfig, TransportConfig
 from kvxfer.prefill.agent import PrefillAgent
 from kvxfer.transfer import EventKind, Reason
@@ -78,6 +85,62 @@ def test_example(sockets: str) -> None:
     for namespace in (source, *ranks):
         namespace["client"].close()
         namespace["pool"].close()
+
+
+def _rows(pool: HostMemory, group: Group) -> npt.NDArray[np.uint8]:
+    """`[num_layers, num_pages, page_tokens, row_bytes]` of a group whose pages lie one behind the other."""
+    rows = pool.array[group.base_offset_bytes : group.extent_bytes]
+    return rows.reshape(group.layers.num_layers, group.num_pages, group.page_tokens, group.row_bytes)
+
+
+def _check_three_groups(layout: PoolLayout, src: HostMemory, dst: HostMemory, dst_layout: PoolLayout) -> None:
+    """What the example of three groups must have moved to a rank's pool."""
+    rank = dst_layout.shard.rank
+    kv, draft, state = (_rows(src, group) for group in layout.groups)
+    dst_kv, dst_draft, dst_state = (_rows(dst, group) for group in dst_layout.groups)
+    sent_kv = np.concatenate((kv[:, 4], kv[:, 9]), axis=1)[:, :100]
+    assert (dst_kv[:, 5, :50] == sent_kv[:, rank::2]).all()
+    sent_draft = np.concatenate((draft[:, 7], draft[:, 2]), axis=1)[:, :100]
+    assert (np.concatenate((dst_draft[:, 1], dst_draft[:, 6]), axis=1)[:, :100] == sent_draft).all()
+    whole, split = np.split(state[0, 3, 0], 2)
+    assert (dst_state[0, 0, 0] == np.concatenate((whole, np.split(split, 2)[rank]))).all()
+
+
+def test_the_asyncio_example_of_three_groups(sockets: str) -> None:
+    text = (ROOT / "docs" / "client.md").read_text(encoding="utf-8")
+    names = _namespace()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block.replace("/run/kvxfer", sockets), names)
+
+    async def workers() -> None:
+        router: asyncio.Queue[str] = asyncio.Queue()
+        prefill = asyncio.create_task(names["prefill_worker"](router))
+        ticket_text = await router.get()
+        await asyncio.gather(prefill, *(names["decode_worker"](rank, ticket_text) for rank in range(2)))
+
+    async def bytes_of_all_groups() -> None:
+        shards = (Shard(), Shard(rank=0, size=2), Shard(rank=1, size=2))
+        layouts: list[PoolLayout] = [names["three_groups"](10, 4, shard) for shard in shards]
+        async with contextlib.AsyncExitStack() as stack:
+            pools = [HostMemory.create(layout.groups[-1].extent_bytes, "pool") for layout in layouts]
+            for pool in pools:
+                stack.callback(pool.close)
+            pools[0].array[:] = np.random.default_rng(0).integers(0, 256, pools[0].num_bytes, dtype=np.uint8)
+            prefill = await AsyncPrefillClient.connect(f"{sockets}/prefill", pools[0], layouts[0])
+            await stack.enter_async_context(prefill)
+            router: asyncio.Queue[str] = asyncio.Queue()
+            sending = asyncio.create_task(names["send"](prefill, router))
+            ticket_text = await router.get()
+            for rank, (pool, layout) in enumerate(zip(pools[1:], layouts[1:], strict=True)):
+                decode = await AsyncDecodeClient.connect(f"{sockets}/decode-{rank}", pool, layout)
+                async with decode:
+                    assert await names["receive"](decode, ticket_text) is EventKind.LANDED
+                _check_three_groups(layouts[0], pools[0], pool, layout)
+            assert await sending is EventKind.SENT
+
+    asyncio.run(workers())
+    assert sorted(shown[0].value for shown in names["shown"]) == ["landed", "landed", "sent"]
+    asyncio.run(bytes_of_all_groups())
 
 
 def _commands() -> dict[str, set[str]]:
