@@ -74,6 +74,9 @@ class Sidecar:
         self._drain_s = drain_s
         self._drain_until: float | None = None  # set while draining
         self._has_backlog = False  # a channel held more than one turn takes
+        self.held_s = 0.0
+        """How long this turn and those of the last second came late: the process was stopped, or one took long."""
+        self._held_at = 0.0
         self._handlers: dict[int, Callable[[float], None]] = {}
         self._selector = Selector()
         with ExitStack() as stack:
@@ -139,7 +142,8 @@ class Sidecar:
         tick_at = 0.0
         while not self._may_end(time.monotonic()):
             ready = self._selector.wait(TICK_S)
-            self.pulse.turned_at = now = time.monotonic()
+            now = time.monotonic()
+            self._note_turn(now)
             self._has_backlog = False
             for item in ready:
                 handler = self._handlers.get(id(item))
@@ -153,6 +157,13 @@ class Sidecar:
             self._agent.perform(now)
             self.desk.send()
             self.desk.swap_pools()
+
+    def _note_turn(self, now: float) -> None:
+        """A turn begins; remember how long the longest of the last second's was away."""
+        late_s = 0.0 if self.pulse.turned_at is None else now - self.pulse.turned_at
+        if late_s >= self.held_s or now > self._held_at + 1.0:
+            self.held_s, self._held_at = late_s, now
+        self.pulse.turned_at = now
 
     def stop(self) -> None:
         """Let `run()` end once it has drained; called again, at once. After that it does nothing: a signal may come

@@ -200,6 +200,36 @@ def test_an_agent_that_stops_ends_every_open_transfer_once(tmp_path: Path, name:
             own[0][1].next_event(0.15)
 
 
+def test_a_goodbye_to_an_agent_that_was_held_up_is_explained(tmp_path: Path) -> None:
+    """Its worker reads that the fault lies here."""
+    with AgentWorld(tmp_path) as world:
+        split = Split()
+        prefill = world.start_prefill("p0")
+        world.join_prefill("p0", split.target(0))
+        decode = world.start_decode("d0", peer_timeout_s=0.5)
+        _, client = world.join_decode("d0", split.target(0))
+        world.move(20)
+        request = world.begin(20)
+        has_lost = threading.Event()
+
+        def lose(now: float) -> None:
+            del prefill.tick
+            prefill._links.lose_all(Reason.PEER_LOST, now)
+            has_lost.set()
+
+        def hold(now: float) -> None:
+            del decode.tick
+            time.sleep(0.3)
+            prefill.tick = lose  # type: ignore[method-assign]
+            assert has_lost.wait(WAIT_S)
+            decode.tick(now)
+
+        decode.tick = hold  # type: ignore[method-assign]
+        event = ends(client, request.ticket)
+        assert event.reason is Reason.PEER_LOST
+        assert "it said goodbye, after this agent itself was stopped or held up for" in event.detail
+
+
 @pytest.mark.parametrize(
     ("faults", "reason"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from kvxfer.control.client import DecodeClient, PrefillClient
+from kvxfer.control.heartbeat import return_s
 from kvxfer.control.messages import Ticket
 from kvxfer.errors import AgentLostError
 from kvxfer.ops.config import DecodeConfig, PrefillConfig, SlotConfig, TransportConfig, TransportName
@@ -114,6 +116,12 @@ def test_a_killed_agent_ends_every_open_transfer_of_its_worker_once(tmp_path: Pa
         for request in requests:
             event = other.wait(request.ticket, TIMEOUT_S + 2.0)
             assert (event.event, event.reason) == (EventKind.FAILED, Reason.PEER_LOST)
+            if dying == "prefill":  # its connection ended at once, so only the time to come back was waited for
+                found = re.search(r"it has not come back within ([\d.]+) s", event.detail)
+                assert found is not None
+                assert return_s(TIMEOUT_S) <= float(found[1]) < TIMEOUT_S
+            else:
+                assert "127.0.0.1 (dst_rank 0 of 1) is gone" in event.detail
         assert other.next_event(0.1) is None
         seats = world.prefill if dying == "prefill" else world.decode
         seats.pop()

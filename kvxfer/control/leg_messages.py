@@ -48,6 +48,8 @@ class Grant(LegMessage, frozen=True, kw_only=True):
     """As the ticket says: the transfer is sent when all of them have it."""
     can_pull: bool = False
     """The decode agent has this agent's pool mapped and can pull rows itself."""
+    pull_trouble: Text = ""
+    """Why it has not."""
 
 
 class Credits(LegMessage, frozen=True, kw_only=True):

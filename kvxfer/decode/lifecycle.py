@@ -65,6 +65,7 @@ class Lifecycle:
                 floor=floor,
                 num_decode_groups=receive.num_decode_groups,
                 can_pull=leg.info is not None and leg.info.layout is not None,
+                pull_trouble=leg.info.pull_trouble[:MAX_DETAIL] if leg.info is not None else "",
             )
             self._outbox.append(SendToPeer(leg.source.incarnation, grant))
 

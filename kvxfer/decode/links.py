@@ -23,7 +23,6 @@ from kvxfer.control.pull_share import SharedPool
 from kvxfer.decode.core import DecodeCore
 from kvxfer.decode.pairing import PrefillPeer
 from kvxfer.errors import HandoffError, LayoutError, ProtocolError, RefusedError
-from kvxfer.layout import PoolLayout
 from kvxfer.ops.config import DecodeConfig
 from kvxfer.sidecar import Sidecar
 from kvxfer.slot_memory import PROBE_BYTES
@@ -90,8 +89,9 @@ class SourceLinks:
                 if now - peer.began_at > timeout_s:
                     detail = f"did not pair within {timeout_s} s: is it running and reachable there?"
                     self.lose(incarnation, Reason.PEER_UNREACHABLE, detail, now)
-            elif peer.absence.look(now, is_there=peer.heartbeat.is_up()) > return_s(timeout_s):
-                self.lose(incarnation, Reason.PEER_LOST, f"gave no sign of life for {timeout_s} s", now)
+            elif (away_s := peer.absence.look(now, is_there=peer.heartbeat.is_up())) > return_s(timeout_s):
+                detail = f"its connection has ended, and it has not come back within {away_s:.1f} s"
+                self.lose(incarnation, Reason.PEER_LOST, detail, now)
             else:
                 self._poll_pull(peer, now)
                 peer.tell_region_again(now)
@@ -148,7 +148,7 @@ class SourceLinks:
                     detail = f"{message.field}: {message.detail}" if message.field else message.detail
                     self.lose(peer.source.incarnation, message.reason or Reason.PEER_REFUSED, detail, now)
                 case Goodbye():
-                    self.lose(peer.source.incarnation, Reason.PEER_LOST, "it said goodbye", now, logging.INFO)
+                    self.lose(peer.source.incarnation, Reason.PEER_LOST, self._explain_goodbye(), now, logging.INFO)
                 case RegionTaken():
                     peer.region_taken(message)
                 case _ if peer.is_paired:
@@ -157,6 +157,13 @@ class SourceLinks:
         self._sidecar.drain(peer.connection, handle)
         if peer.connection.refusal:
             self.lose(peer.source.incarnation, Reason.PEER_REFUSED, peer.connection.refusal, now)
+
+    def _explain_goodbye(self) -> str:
+        """One that comes when this agent itself was away for long is an answer to that."""
+        held_s = self._sidecar.held_s
+        if held_s < self._config.peer_timeout_s / 2:
+            return "it said goodbye"
+        return f"it said goodbye, after this agent itself was stopped or held up for {held_s:.1f} s"
 
     def _welcomed(self, peer: PrefillPeer, welcome: Welcome, now: float) -> None:
         try:
@@ -176,13 +183,16 @@ class SourceLinks:
         )
         peer.info = info
         pool = self._sidecar.pool
-        if not welcome.pull_path or pool is None or pool.memory is None:
-            self._tell_core(peer, None, now)
+        if not welcome.pull_path:
+            self._tell_core(peer, now, "the prefill agent does not share it")
+            return
+        if pool is None or pool.memory is None:
+            self._tell_core(peer, now, "a stream of the decode worker moves its rows (placement worker)")
             return
         try:
             peer.begin_pull(welcome, now)
         except HandoffError as error:
-            self._tell_core(peer, None, now)
+            self._tell_core(peer, now, str(error))
             self._sidecar.log.info("rows come over the wire: %s", error)
             return
         assert peer.pull is not None
@@ -193,6 +203,7 @@ class SourceLinks:
         layout = peer.layout
         if peer.pull is None or layout is None:
             return
+        trouble = f"the prefill agent did not answer within {PULL_TIMEOUT_S} s"
         try:
             peer.shared = peer.pull.poll()
             if peer.shared is not None:
@@ -200,16 +211,18 @@ class SourceLinks:
             elif now - peer.pull_began_at < PULL_TIMEOUT_S:
                 return
         except (HandoffError, LayoutError) as error:
+            trouble = str(error)
             self._sidecar.log.info("rows come over the wire: %s", error)
         self._sidecar.unwatch(peer.pull)
         peer.pull.close()
         peer.pull = None
-        self._tell_core(peer, layout if peer.shared is not None else None, now)
+        self._tell_core(peer, now, "" if peer.shared is not None else trouble)
 
-    def _tell_core(self, peer: PrefillPeer, layout: PoolLayout | None, now: float) -> None:
-        """Pairing is complete; with `layout`, rows can be pulled out of the source's pool."""
+    def _tell_core(self, peer: PrefillPeer, now: float, pull_trouble: str) -> None:
+        """Pairing is complete; without `pull_trouble`, rows can be pulled out of the source's pool."""
         assert peer.info is not None
-        self._core.peer_paired(replace(peer.info, layout=layout), now)
+        layout = peer.layout if not pull_trouble else None
+        self._core.peer_paired(replace(peer.info, layout=layout, pull_trouble=pull_trouble), now)
 
     def lose(self, incarnation: str, reason: Reason, detail: str, now: float, log_level: int = logging.WARNING) -> None:
         """Give a prefill agent up, tell it, and end what it feeds."""

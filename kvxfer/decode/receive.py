@@ -22,12 +22,14 @@ NO_PAGES = PageTable(TokenRange(0, 0), np.empty(0, dtype=np.int64))
 
 @dataclass(frozen=True, slots=True)
 class SourceInfo:
-    """A paired prefill agent. `layout` is that of its pool where it is mapped here, so that rows can be pulled."""
+    """A paired prefill agent. `layout` is that of its pool where it is mapped here, so that rows can be pulled;
+    otherwise `pull_trouble` says why it is not."""
 
     incarnation: str
     route: Route
     segment_bytes: int
     layout: PoolLayout | None = None
+    pull_trouble: str = ""
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ def find_refusal(life: Lifecycle, peer: Peer, grant: Grant) -> tuple[Reason, str
     if life.mode is Mode.RAW and peer.info.verify:
         return Reason.PEER_REFUSED, "mode raw: it has no checksums, but the decode agent is set to verify"
     if life.mode is Mode.P2P and not grant.can_pull:
-        return Reason.PEER_REFUSED, "mode p2p: the decode agent cannot map this pool; is it on another host?"
+        return Reason.PEER_REFUSED, f"mode p2p: the decode agent cannot map this pool: {grant.pull_trouble}"
     num_groups = len(peer.info.route.groups)
     if len(grant.wanted) != num_groups or len(grant.have) != num_groups:
         return Reason.MISMATCH, f"grant: got ranges of {len(grant.wanted)} groups, expected {num_groups}"

@@ -121,6 +121,7 @@ EXAMPLES: dict[str, m.Message] = {
         remaining_s=12.5,
         floor=7,
         can_pull=True,
+        pull_trouble="none",
     ),
     "credits": m.Credits(transfer=TRANSFER, generation=9, region_id=4, first=17, slots=(0, 7)),
     "abort_leg": m.AbortLeg(transfer=TRANSFER, generation=9, reason=Reason.DEADLINE, detail="late"),
