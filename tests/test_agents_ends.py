@@ -230,6 +230,27 @@ def test_a_goodbye_to_an_agent_that_was_held_up_is_explained(tmp_path: Path) -> 
         assert "it said goodbye, after this agent itself was stopped or held up for" in event.detail
 
 
+@pytest.mark.parametrize("has_worker", [True, False])
+def test_who_opens_a_ticket_of_an_agent_that_drains_hears_of_it_at_once(tmp_path: Path, has_worker: bool) -> None:
+    """The listener stays up as long as such a ticket may come, paired before or not, with its worker or without."""
+    with AgentWorld(tmp_path) as world:
+        build(world, Split(), drain_s=60.0)
+        (seat, client), (_, prefill_client) = world.decode[0], world.prefill[0]
+        ticket = prefill_client.ticket()
+        agent = world.threads[tmp_path / "p0"].agent
+        agent.stop()
+        assert ends(prefill_client, ticket).reason is Reason.SHUTDOWN
+        if not has_worker:
+            prefill_client.close()
+            until(lambda: agent._sidecar.pool is None, "the worker is gone")
+        began_s = time.monotonic()
+        client.open(ticket, receive_pages(seat.take_pages(world.ranges(seat.layout, 0, 8))))
+        event = ends(client, ticket)
+        assert (event.event, event.reason) == (EventKind.FAILED, Reason.SHUTDOWN)
+        assert "the prefill agent is shutting down" in event.detail
+        assert time.monotonic() - began_s < SOON_S
+
+
 @pytest.mark.parametrize(
     ("faults", "reason"),
     [

@@ -51,6 +51,7 @@ class PrefillAgent:
         self._rotate_at = 0.0
         self._must_rotate = False  # before another pool is taken: the engine may read what it must not
         self._has_fresh_slots = False  # since the worker was lost
+        self._has_open_tickets = False  # that the drain has ended
         self._mode = Mode(config.mode)
         credentials = load_credentials(config.security.key_file, config.security.allowed_keys_file)
         listener = PeerListener(
@@ -188,11 +189,12 @@ class PrefillAgent:
 
     def begin_drain(self, now: float) -> None:
         """The agent was told to stop."""
-        self._core.begin_drain(now)
+        self._has_open_tickets = self._core.begin_drain(now) > 0
 
     def is_drained(self) -> bool:
-        """Whether every transfer has ended on both sides."""
-        return not self._core.transfers
+        """Whether every transfer has ended on both sides. Never with tickets that no decode agent has opened: who
+        opens one of them hears why it has ended, and does not find nobody there."""
+        return not self._core.transfers and not self._has_open_tickets
 
     def is_pool_quiet(self) -> bool:
         """Whether nothing reads the worker's pool, and nothing of the worker's writes the slots; a raw region is given

@@ -111,11 +111,13 @@ class PrefillCore:
         """End every transfer without success."""
         self._life.fail_all(list(self.transfers.values()), reason, detail, now)
 
-    def begin_drain(self, now: float) -> None:
-        """Take on nothing new. What no decode agent has asked for yet is new: it ends, so that its worker knows."""
+    def begin_drain(self, now: float) -> int:
+        """Take on nothing new. What no decode agent has asked for yet is new: it ends, so that its worker knows.
+        Returns how many did: decode agents may still ask for them."""
         self._life.is_draining = True
         waiting = [transfer for transfer in self.transfers.values() if not transfer.legs]
         self._life.fail_all(waiting, Reason.SHUTDOWN, SHUTDOWN_DETAIL, now)
+        return len(waiting)
 
     def check_admission(self) -> None:
         """Raises `RefusedError` where this agent takes on nothing new."""

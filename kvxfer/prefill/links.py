@@ -105,6 +105,8 @@ class PeerLinks:
             raise ProtocolError(f"hello: incarnation: got {hello.incarnation}, expected the name of the connection")
         self._forget(self._names.get(sender, ""), Reason.PEER_LOST, now)
         try:
+            if sidecar.pool is None:
+                self._core.check_admission()  # a worker that leaves an agent which is shutting down is not the cause
             info = check_hello(
                 hello,
                 incarnation=self._sidecar.incarnation,

@@ -16,7 +16,7 @@ def test_a_draining_prefill_core_ends_what_nobody_has_asked_for_and_lets_the_res
     driver = PrefillDriver()
     peer, open_one, waiting = driver.pair(), driver.ticket(), driver.ticket()
     driver.grant(peer, open_one, 16)
-    driver.core.begin_drain(driver.now)
+    assert driver.core.begin_drain(driver.now) == 1
     driver.tick()
     assert driver.ends(waiting) == [(EventKind.FAILED, Reason.SHUTDOWN)]
     with pytest.raises(RefusedError) as refused:
@@ -39,7 +39,7 @@ def test_a_draining_prefill_core_takes_the_other_ranks_of_an_open_transfer() -> 
     peers = [driver.pair(Shard(rank, 2, 1), rank=rank, world=2) for rank in range(2)]
     transfer = driver.ticket()
     driver.grant(peers[0], transfer, 16)
-    driver.core.begin_drain(driver.now)
+    assert driver.core.begin_drain(driver.now) == 0
     driver.grant(peers[1], transfer, 16)
     driver.submit(transfer, 0, 16)
     driver.run(peers, transfer)
