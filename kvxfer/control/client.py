@@ -97,7 +97,7 @@ class _Client:
         close it after the client. Raises `HandoffError` where the agent refuses the pool, `LayoutError` where `layout`
         goes beyond it, `RefusedError` where the agent takes no worker, `PairingError` for an agent of the other role,
         `AgentLostError` where there is none, `ControlTimeoutError` where it does not answer, `ContractError` for a
-        placement that the memory cannot have, `TransportError` where the GPU refuses.
+        placement that the memory cannot have and for arguments of other types, `TransportError` where the GPU refuses.
         """
         handed_over = hand_over_pool(socket_dir, memory, layout, placement, timeout_s, is_prefill=cls._is_prefill)
         client = cls(AgentLink(socket_dir, handed_over))

@@ -55,7 +55,11 @@ def hand_over_pool(
     is_prefill: bool,
 ) -> HandedOver:
     """Hand `memory` over as its placement says; a prefill worker's rows leave its pool, others come. Raises as
-    `hand_over`, and `ContractError` for a placement that the memory cannot have."""
+    `hand_over`, and `ContractError` for what is no memory or layout and for a placement that the memory cannot have."""
+    if not isinstance(getattr(memory, "num_bytes", None), int):
+        raise ContractError(f"memory: got {type(memory).__name__}, expected a HostMemory or a DevicePool")
+    if not isinstance(layout, PoolLayout):
+        raise ContractError(f"layout: got {type(layout).__name__}, expected a PoolLayout")
     began_s = time.monotonic()
     if isinstance(memory, HostMemory) and placement in ("agent", None):
         return HandedOver(hand_over(socket_dir, memory, layout, timeout_s), time.monotonic() - began_s)

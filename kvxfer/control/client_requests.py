@@ -12,7 +12,7 @@ from typing import SupportsIndex
 import numpy.typing as npt
 
 from kvxfer.control.codec import decode_ticket
-from kvxfer.control.message_base import MAX_DECODE_GROUPS
+from kvxfer.control.message_base import MAX_DEADLINE_S, MAX_DECODE_GROUPS
 from kvxfer.control.messages import (
     Attached,
     GroupPages,
@@ -66,15 +66,19 @@ def transfer_id(transfer: Ticket | str) -> str:
 
 
 def as_ticket(ticket: Ticket | str) -> Ticket:
-    """A ticket from itself or from its text. Raises `ProtocolError` for text that is no ticket."""
-    return decode_ticket(ticket) if isinstance(ticket, str) else ticket
+    """A ticket from itself or from its text. Raises `ProtocolError` for text that is no ticket, `ContractError` for
+    what is neither."""
+    found = decode_ticket(ticket) if isinstance(ticket, str) else ticket
+    if not isinstance(found, Ticket):
+        raise ContractError(f"ticket: got {type(found).__name__}, expected a Ticket or its text")
+    return found
 
 
 def ticket_request(sources: Sequence[Source], num_decode_groups: int, deadline_s: float) -> NewTicket:
     """Ask for a ticket that names `sources` besides the agent itself. Raises `ContractError`."""
     if not 1 <= num_decode_groups <= MAX_DECODE_GROUPS:
         raise ContractError(f"num_decode_groups: got {num_decode_groups}, expected 1 to {MAX_DECODE_GROUPS}")
-    return NewTicket(sources=tuple(sources), num_decode_groups=num_decode_groups, deadline_s=float(deadline_s))
+    return NewTicket(sources=tuple(sources), num_decode_groups=num_decode_groups, deadline_s=_deadline(deadline_s))
 
 
 def reject_request(ticket: Ticket | str) -> RejectTicket:
@@ -96,11 +100,11 @@ def submit_request(
     Raises `ContractError` naming the group and what is wrong with it."""
     return Submit(
         transfer=transfer_id(transfer),
-        groups=tuple(_group(name, chunk, ()) for name, chunk in groups.items()),
+        groups=_groups(groups, ChunkPages),
         layers=None if layers is None else LayerRange(*_pair(layers, "layers")),
         last=last,
         aux=aux,
-        deadline_s=float(deadline_s),
+        deadline_s=_deadline(deadline_s),
         ready=ready,
     )
 
@@ -109,13 +113,26 @@ def open_request(ticket: Ticket | str, groups: Mapping[str, ReceivePages], deadl
     """Receive a transfer. Raises `ContractError` naming the group and what is wrong with it."""
     return Open(
         ticket=as_ticket(ticket),
-        groups=tuple(_group(name, wanted, wanted.have) for name, wanted in groups.items()),
-        deadline_s=float(deadline_s),
+        groups=_groups(groups, ReceivePages),
+        deadline_s=_deadline(deadline_s),
     )
 
 
-def _group(name: str, given: ChunkPages | ReceivePages, have: Sequence[tuple[int, int]]) -> GroupPages:
+def _groups(
+    groups: Mapping[str, ChunkPages] | Mapping[str, ReceivePages], kind: type[ChunkPages | ReceivePages]
+) -> tuple[GroupPages, ...]:
+    if not isinstance(groups, Mapping):
+        raise ContractError(
+            f"groups: got {type(groups).__name__}, expected a mapping of group names to {kind.__name__}"
+        )
+    return tuple(_group(name, given, kind) for name, given in groups.items())
+
+
+def _group(name: str, given: ChunkPages | ReceivePages, kind: type[ChunkPages | ReceivePages]) -> GroupPages:
     where = f"group {name!r}"
+    if not isinstance(given, kind):
+        raise ContractError(f"{where}: got {type(given).__name__}, expected {kind.__name__}")
+    have = given.have if isinstance(given, ReceivePages) else ()
     first, end = _pair((given.first_token, given.end_token), f"{where}: tokens")
     return GroupPages(
         name=name,
@@ -123,6 +140,16 @@ def _group(name: str, given: ChunkPages | ReceivePages, have: Sequence[tuple[int
         pages=encode_pages(given.pages, where),
         have=tuple(TokenRange(*_pair(tokens, f"{where}: have")) for tokens in have),
     )
+
+
+def _deadline(deadline_s: float) -> float:
+    try:
+        seconds = float(deadline_s)
+    except (TypeError, ValueError) as error:
+        raise ContractError(f"deadline_s: got {deadline_s!r}, expected a number of seconds") from error
+    if not 0.0 <= seconds <= MAX_DEADLINE_S:
+        raise ContractError(f"deadline_s: got {seconds}, expected 0 to {MAX_DEADLINE_S:.0f} seconds")
+    return seconds
 
 
 def _pair(values: Sequence[SupportsIndex], where: str) -> tuple[int, int]:

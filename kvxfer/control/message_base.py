@@ -22,7 +22,8 @@ TimelineValue = Annotated[int, msgspec.Meta(ge=0)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 SlotIndex = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 SlotList = Annotated[tuple[SlotIndex, ...], msgspec.Meta(max_length=4096)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+MAX_DEADLINE_S = 86_400.0
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_DEADLINE_S)]
 Measure = Annotated[float, msgspec.Meta(ge=0, le=1e18)]  # no NaN, no infinity
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
 MAX_DECODE_GROUPS = 64

@@ -45,6 +45,8 @@ class DevicePool:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> DevicePool:
         """The memory of a contiguous CUDA tensor, which must outlive whatever uses it. Raises `ContractError`."""
+        if not hasattr(tensor, "is_cuda"):
+            raise ContractError(f"pool: got {type(tensor).__name__}, expected a torch tensor on a GPU")
         if not tensor.is_cuda or not tensor.is_contiguous():
             raise ContractError(f"pool: got strides {tensor.stride()} on {tensor.device}, expected contiguous on a GPU")
         return cls(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.get_device())
