@@ -53,7 +53,7 @@ def load_mooncake(options: MooncakeOptions) -> ModuleType:
     host lacks: Mooncake itself would run TCP and say nothing.
     """
     if options.protocol == "rdma" and not has_rdma_device():
-        raise ConfigError("transport options, protocol: got 'rdma', expected 'tcp': this host has no RDMA device")
+        raise ConfigError("transport.options.protocol: got 'rdma', expected 'tcp': this host has no RDMA device")
     os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", str(PROGRESS_TIMEOUT_S))
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     os.environ.setdefault("GLOG_minloglevel", "3")

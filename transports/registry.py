@@ -9,11 +9,10 @@ import pathlib
 import socket
 import sys
 from collections.abc import Mapping
-from typing import NoReturn, TypeVar
-
-import msgspec
+from typing import NoReturn
 
 from kvxfer.errors import ConfigError
+from kvxfer.tables import read_table
 from kvxfer.transports._mooncake_engine import MooncakeOptions
 from kvxfer.transports._nixl_engine import NixlOptions
 from kvxfer.transports.base import Transport
@@ -23,7 +22,7 @@ from kvxfer.transports.nixl import NixlTransport
 
 _RDMA_DEVICES = pathlib.Path("/sys/class/infiniband")
 TRANSPORT_NAMES = ("loopback", "nixl", "mooncake")
-_Options = TypeVar("_Options")
+_PREFIX = "transport.options."
 
 
 def create_transport(
@@ -44,9 +43,9 @@ def create_transport(
     options = options or {}
     address = _address(host)
     if name == "loopback":
-        return LoopbackTransport(_parse(options, LoopbackOptions, name))
+        return LoopbackTransport(read_table(options, LoopbackOptions, _PREFIX))
     if name == "nixl":
-        parsed = _parse(options, NixlOptions, name)
+        parsed = read_table(options, NixlOptions, _PREFIX)
         _check_interface(parsed.interface)
         if not parsed.interface and address.is_loopback:
             parsed = NixlOptions(interface="lo")
@@ -54,15 +53,8 @@ def create_transport(
     if name == "mooncake":
         if address.version != 4:
             raise ConfigError(f"host: got {host}, expected an IPv4 address: Mooncake reaches peers by no other")
-        return MooncakeTransport(incarnation, str(address), _parse(options, MooncakeOptions, name))
+        return MooncakeTransport(incarnation, str(address), read_table(options, MooncakeOptions, _PREFIX))
     raise ConfigError(f"transport: got {name!r}, expected one of {', '.join(TRANSPORT_NAMES)}")
-
-
-def _parse(options: Mapping[str, object], kind: type[_Options], name: str) -> _Options:
-    try:
-        return msgspec.convert(dict(options), kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"options of transport {name!r}: {error}") from error
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

@@ -5,17 +5,16 @@ Every key names its unit. A wrong file raises `ConfigError` with file, key, got 
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
-import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from kvxfer.errors import ConfigError
+from kvxfer.tables import read_table
 
 MAX_SOCKET_PATH_BYTES = 107
 """What fits into `sockaddr_un.sun_path` with its closing zero."""
@@ -171,11 +170,12 @@ def _load(path: Path, kind: type[_Config]) -> _Config:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or tables within tables without end
         raise ConfigError(f"{path}: is no TOML file: {error}") from error
-    _check_keys(path, "", table, kind)
     try:
-        config = msgspec.convert(table, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {_explain(str(error), table, kind)}") from error
+        _check_role(table, kind)
+        config = read_table(table, kind)
+        _check_ops(config.ops)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     limit = MAX_SOCKET_PATH_BYTES - MAX_SOCKET_NAME_BYTES - 1
     num_bytes = len(os.fsencode(os.path.abspath(config.socket_dir)))
     if num_bytes > limit:
@@ -186,37 +186,22 @@ def _load(path: Path, kind: type[_Config]) -> _Config:
     return config
 
 
-def _check_keys(path: Path, prefix: str, table: dict[str, Any], kind: type[msgspec.Struct]) -> None:
-    """Refuse keys that `kind` has not, and tables that are none, with the nearest key that it has."""
-    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    for key, value in table.items():
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
-            raise ConfigError(f"{path}: {prefix}{key}: no such key, expected one of {', '.join(fields)}{hint}")
-        section = fields[key]
-        if isinstance(section, type) and issubclass(section, msgspec.Struct) and isinstance(value, dict):
-            _check_keys(path, f"{prefix}{key}.", value, section)
+def _check_role(table: dict[str, Any], kind: type[msgspec.Struct]) -> None:
+    """Refuse keys that agents of the other role have: none of this one's is what was meant."""
+    role, other_role, other = (
+        ("prefill", "decode", DecodeConfig) if kind is PrefillConfig else ("decode", "prefill", PrefillConfig)
+    )
+    for key in table:
+        if key in other.__struct_fields__ and key not in kind.__struct_fields__:
+            raise ConfigError(f"{key}: got a key of {other_role} agents, expected those of a {role} agent in this file")
 
 
-def _explain(message: str, table: dict[str, Any], kind: type[msgspec.Struct]) -> str:
-    """msgspec's "Expected X - at `$.a.b`" as "a.b: got V, expected X"."""
-    missing = re.match(r"Object missing required field `(\w+)`", message)
-    if missing:
-        return f"{missing[1]}: got nothing, expected a value: this key has no default"
-    found = re.fullmatch(r"(.*?)(?:, got `\w+`)? - at `\$\.?([\w.]+)(?:\[.*)?`", message)
-    if found is None:
-        return message
-    value: Any = table
-    expected: Any = kind
-    for key in found[2].split("."):
-        value = value[key]
-        expected = next(field.type for field in msgspec.structs.fields(expected) if field.name == key)
-    if get_origin(expected) is Literal:
-        return f"{found[2]}: got {value!r}, expected one of {', '.join(get_args(expected))}"
-    unit = {"bytes": " (bytes)", "s": " (seconds)"}.get(found[2].rpartition("_")[2], "")
-    wanted = found[1].removeprefix("Expected ").replace("`object`", "a table")
-    return f"{found[2]}: got {value!r}, expected {wanted}{unit}"
+def _check_ops(ops: OpsConfig) -> None:
+    if ops.listen_port and not ops.listen_host:
+        raise ConfigError(
+            f"ops.listen_host: got nothing, expected the address at which port {ops.listen_port} is served: without "
+            "one nothing is"
+        )
 
 
 def _is_wildcard(host: str) -> bool:

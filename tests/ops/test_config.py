@@ -95,6 +95,12 @@ def test_dump_and_load(tmp_path: Path, config: PrefillConfig) -> None:
         ("num_threads = true", "num_threads: got True, expected `int`"),
         ("listen_port = 65536", "listen_port: got 65536, expected `int` <= 65535"),
         ("log_level = 'verbose'", "log_level: got 'verbose', expected one of debug, info, warning, error"),
+        ("mode = 'autp'", "mode: got 'autp', expected one of .*; did you mean auto?"),
+        ("dst_rank = 1", "dst_rank: got a key of decode agents, expected those of a prefill agent in this file"),
+        (
+            "[ops]\nlisten_port = 9400",
+            "ops.listen_host: got nothing, expected the address at which port 9400 is served",
+        ),
         ("a =", "is no TOML file"),
     ],
 )
@@ -104,6 +110,14 @@ def test_wrong_values(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_prefill_config(path)
     assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_a_key_of_the_other_role_is_called_one(tmp_path: Path) -> None:
+    path = _write(tmp_path, 'socket_dir = "/run/kvxfer"\nadvertise_host = "10.0.0.7"')
+    with pytest.raises(
+        ConfigError, match="advertise_host: got a key of prefill agents, expected those of a decode agent"
+    ):
+        load_decode_config(path)
 
 
 def test_missing_file(tmp_path: Path) -> None:
