@@ -184,6 +184,7 @@ def test_an_agent_that_stops_ends_every_open_transfer_once(tmp_path: Path, name:
     """Its own worker hears `shutdown` or `agent_lost`, the other side at once, not by its deadline."""
     with AgentWorld(tmp_path) as world:
         build(world, Split())
+        world.move(20)  # the agents know each other now
         requests = [world.begin(20), world.begin(20)]
         world.submit(requests[0], 0, 10)
         began_s = time.monotonic()

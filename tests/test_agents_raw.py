@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvxfer import row_mover as mover_module
 from kvxfer.control.messages import TransferStats
 from kvxfer.layout import Placement, Shard
 from kvxfer.ownership import Int64Array
-from kvxfer.prefill import agent as agent_module
 from kvxfer.prefill.agent import PrefillAgent
 from kvxfer.rows_host import ByteArray, gather_segment
 from kvxfer.segments import ChunkPlan
@@ -73,7 +73,7 @@ def test_a_gather_that_fails_makes_its_leg_go_on_run_by_run(
         build(world, Split(dst_size=2, specs=(KV, DRAFT)))
         agent = _prefill_agent(world)
         gather = _FailingGather(lambda number: number == first_failing)
-        monkeypatch.setattr(agent_module, "gather_segment", gather)
+        monkeypatch.setattr(mover_module, "gather_segment", gather)
         stats = _sent(world, 40, chunk_tokens=25, salt=1)
         assert gather.num_failed == 1
         assert agent._core._life.num_fallbacks == 1
@@ -91,7 +91,7 @@ def test_a_pool_that_no_gather_can_read_is_sent_without_packing(
     with AgentWorld(tmp_path, transport) as world:
         build(world, Split(dst_size=2, world=4))  # the same shard twice: one gather serves two legs
         gather = _FailingGather(lambda _number: True)
-        monkeypatch.setattr(agent_module, "gather_segment", gather)
+        monkeypatch.setattr(mover_module, "gather_segment", gather)
         for salt in range(3):
             stats = _sent(world, 37, chunk_tokens=9, salt=salt)
             assert stats.num_descriptors == stats.num_runs
@@ -107,7 +107,7 @@ def test_what_must_be_verified_is_not_sent_without_packing(tmp_path: Path, monke
         world.start_decode("d0", verify="full")
         world.join_decode("d0", Split().target(0))
         gather = _FailingGather(lambda number: number == 2)
-        monkeypatch.setattr(agent_module, "gather_segment", gather)
+        monkeypatch.setattr(mover_module, "gather_segment", gather)
         request = world.begin(40)
         world.submit_all(request, 40)
         event = world.prefill[0][1].wait(request.ticket, WAIT_S)

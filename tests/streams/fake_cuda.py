@@ -149,6 +149,8 @@ class FakeCuda:
 
     def cuMemHostUnregister(self, address: int) -> tuple[int, ...]:
         assert self._depth
+        for stream in list(self.streams.values()):
+            stream.drain()  # the real one, too, waits for the whole device
         del self.registered[address]
         return OK
 
