@@ -89,9 +89,10 @@ def test_an_agent_that_cannot_start_says_why() -> None:
 
 
 _PARENT = """
-import sys, time
+import signal, sys, time
 from kvxfer.cli.harness import Cast, wait_ready
 from kvxfer.ops.config import PrefillConfig, SlotConfig, TransportConfig
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
 with Cast() as cast:
     slots = SlotConfig(num_slots=1, slot_bytes=4096)
     transport = TransportConfig(name="loopback")
