@@ -232,8 +232,11 @@ def test_a_goodbye_to_an_agent_that_was_held_up_is_explained(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("has_worker", [True, False])
-def test_who_opens_a_ticket_of_an_agent_that_drains_hears_of_it_at_once(tmp_path: Path, has_worker: bool) -> None:
-    """The listener stays up as long as such a ticket may come, paired before or not, with its worker or without."""
+def test_who_opens_a_ticket_of_an_agent_that_drains_hears_of_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_worker: bool
+) -> None:
+    """The listener stays up for those, with its worker or without; then the agent ends though its time is not over."""
+    monkeypatch.setattr("kvxfer.prefill.agent._LATE_OPENS_S", SOON_S)
     with AgentWorld(tmp_path) as world:
         build(world, Split(), drain_s=60.0)
         (seat, client), (_, prefill_client) = world.decode[0], world.prefill[0]
@@ -250,6 +253,9 @@ def test_who_opens_a_ticket_of_an_agent_that_drains_hears_of_it_at_once(tmp_path
         assert (event.event, event.reason) == (EventKind.FAILED, Reason.SHUTDOWN)
         assert "the prefill agent is shutting down" in event.detail
         assert time.monotonic() - began_s < SOON_S
+        thread = world.threads[tmp_path / "p0"]._thread
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ from kvxfer.transfer import Reason
 from kvxfer.transports.base import Outcome, Region, RegionDescriptor, WriteBatch
 
 _ROTATE_EVERY_S = 5.0
+_LATE_OPENS_S = 2.0  # a router hands a ticket on, and a decode worker opens it, within this time
 
 
 class PrefillAgent:
@@ -51,7 +52,7 @@ class PrefillAgent:
         self._rotate_at = 0.0
         self._must_rotate = False  # before another pool is taken: the engine may read what it must not
         self._has_fresh_slots = False  # since the worker was lost
-        self._has_open_tickets = False  # that the drain has ended
+        self._listen_until = 0.0  # for those who open tickets that the drain has ended
         self._mode = Mode(config.mode)
         credentials = load_credentials(config.security.key_file, config.security.allowed_keys_file)
         listener = PeerListener(
@@ -189,12 +190,13 @@ class PrefillAgent:
 
     def begin_drain(self, now: float) -> None:
         """The agent was told to stop."""
-        self._has_open_tickets = self._core.begin_drain(now) > 0
+        if self._core.begin_drain(now):
+            self._listen_until = now + _LATE_OPENS_S
 
     def is_drained(self) -> bool:
-        """Whether every transfer has ended on both sides. Never with tickets that no decode agent has opened: who
-        opens one of them hears why it has ended, and does not find nobody there."""
-        return not self._core.transfers and not self._has_open_tickets
+        """Whether every transfer has ended on both sides, and tickets that no decode agent had opened have had their
+        time: who opens one of them shall hear why it has ended, and not find nobody there."""
+        return not self._core.transfers and time.monotonic() >= self._listen_until
 
     def is_pool_quiet(self) -> bool:
         """Whether nothing reads the worker's pool, and nothing of the worker's writes the slots; a raw region is given
