@@ -25,7 +25,11 @@ class SerialGate:
         if not leg.is_sending and leg.packed:
             chunk = leg.packed[0].work.chunk
             is_packing = any(other.transfer == leg.transfer for other in filling)
-            has_more = any(other.transfer == leg.transfer and other.works[0].chunk <= chunk for other in turns)
+            # One that holds another chunk packs no more of this one: chunks become ready in any order.
+            has_more = any(
+                other.transfer == leg.transfer and other.works[0].chunk == chunk and self.may_pack(other)
+                for other in turns
+            )
             leg.is_sending = not is_packing and not (has_more and has_slot)
             if not leg.is_sending and leg not in self._held_back:
                 self._held_back.append(leg)

@@ -185,3 +185,16 @@ def test_rows_that_go_unpacked_are_no_gathers() -> None:
     driver.grant(peer, transfer, 16)
     driver.submit(transfer, 0, 16, ready=1)
     assert driver.core.outlook.num_gathers == 0
+
+
+def test_serial_goes_on_where_a_later_chunk_is_ready_first() -> None:
+    """The chunk that is packed is not held back for one with a lower number, which waits behind it."""
+    driver = PrefillDriver(num_slots=8, mode=Mode.SERIAL)
+    peer, transfer = driver.pair(), driver.ticket()
+    driver.grant(peer, transfer, 24)
+    driver.submit(transfer, 0, 12, last=False, ready=1)
+    driver.submit(transfer, 12, 24)
+    driver.reach(1)
+    driver.run([peer], transfer)
+    assert driver.ends(transfer) == [(EventKind.SENT, None)]
+    driver.assert_idle()
