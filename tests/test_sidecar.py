@@ -133,7 +133,8 @@ def test_whoever_has_not_handed_over_a_pool_gets_nothing(agent: IdleAgent, memor
         answer, request_id = _answer(stranger)
         assert isinstance(answer, Refused)
         assert request_id == 5
-        agent.sidecar.notify(TransferEvent(transfer=new_id(), event=EventKind.LANDED))
+        event = TransferEvent(transfer=new_id(), event=EventKind.LANDED)
+        agent.do(lambda: agent.sidecar.notify(event))
         client.abort(new_id())
         time.sleep(2 * TICK_S)
         assert not stranger.readable()
