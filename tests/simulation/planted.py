@@ -56,7 +56,7 @@ def plant_in_prefill(bug: Bug | None, agent: SimPrefill) -> None:
                 agent.core.peers[info.incarnation] = _ForgetfulPeer(info, info.region_id)
                 life.sender.num_peers = len(agent.core.peers)
 
-            def give_up(peer: str, abort: AbortLeg, now: float) -> None:
+            def give_up(_peer: str, _name: str, _abort: AbortLeg, _now: float) -> None:
                 pass
 
             _replace(agent.core, "peer_paired", peer_paired)
