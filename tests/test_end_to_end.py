@@ -226,7 +226,7 @@ def test_second_agent_of_a_socket_directory_is_refused(environment: dict[str, st
     ("arguments", "message"),
     [
         (["demo", "--prompt", "/nonexistent"], "--prompt: /nonexistent cannot be read"),
-        (["demo", "--ranks", "0"], "greater than or equal to 1"),
+        (["demo", "--ranks", "0"], "--ranks: got 0, expected 1 to 16"),
         (["demo", "--mode", "serial"], "serial"),
         (["bench", "transfer", "--tokens", "-1"], "--tokens: got -1, expected at least 0"),
         (["bench", "transfer", "--row-bytes", "0"], "--row-bytes: got 0, expected at least 1"),
