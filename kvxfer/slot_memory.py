@@ -12,6 +12,7 @@ from kvxfer.rows_host import ByteArray
 from kvxfer.transports.base import Region
 
 PROBE_BYTES = 1 << 20
+_GROUP = Path("/sys/fs/cgroup")
 MAX_MEMORY_SHARE = 0.9
 """Of what is available. All pages of the slots are taken at the start: past the end, Linux kills a process."""
 
@@ -73,6 +74,11 @@ def available_bytes() -> int:
     """Memory that this process can get without swapping: of the host, and within the limit of its control group."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    limit = Path("/sys/fs/cgroup/memory.max")
+    limit = _GROUP / "memory.max"
     text = limit.read_text(encoding="ascii").strip() if limit.exists() else "max"
-    return available if text == "max" else min(available, int(text))
+    if text == "max":
+        return available
+    # What is used, without the cached files that Linux drops first.
+    stat = (_GROUP / "memory.stat").read_text(encoding="ascii").split()
+    used = int((_GROUP / "memory.current").read_text(encoding="ascii")) - int(stat[stat.index("inactive_file") + 1])
+    return max(0, min(available, int(text) - used))

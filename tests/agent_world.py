@@ -272,6 +272,17 @@ class AgentWorld:
         self.verify()
         return request
 
+    def move_two_at_once(self) -> None:
+        """Two transfers whose chunks are submitted in turn; rows of the two differ in every byte."""
+        first, second = self.begin(60, salt=1), self.begin(45, salt=2)
+        for start in range(0, 60, 15):
+            self.submit(first, start, start + 15)
+            if start < 45:
+                self.submit(second, start, start + 15)
+        self.finish(second)
+        self.finish(first)
+        self.verify()
+
     def verify(self) -> None:
         """Every byte of every decode worker's pool is what it must be."""
         for idx, (seat, _) in enumerate(self.decode):

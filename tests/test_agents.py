@@ -108,14 +108,7 @@ def test_every_mode_is_exact_with_slots_starved(tmp_path: Path, transport: str, 
     for num_slots in (1, 2):
         with AgentWorld(tmp_path / str(num_slots), transport) as world:
             build(world, Split(dst_size=2), num_slots, mode)
-            first, second = world.begin(60, salt=1), world.begin(45, salt=2)
-            for start in range(0, 60, 15):
-                world.submit(first, start, start + 15)
-                if start < 45:
-                    world.submit(second, start, start + 15)
-            world.finish(second)
-            world.finish(first)
-            world.verify()
+            world.move_two_at_once()
 
 
 @pytest.mark.nixl

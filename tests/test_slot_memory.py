@@ -41,7 +41,10 @@ def test_the_limit_of_the_control_group_counts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Path, "read_text", lambda path, encoding: files[str(path)])  # noqa: ARG005
     monkeypatch.setattr(Path, "exists", lambda path: str(path) in files)
     assert available_bytes() == 64 << 10
-    files["/sys/fs/cgroup/memory.max"] = "4096\n"
+    files |= {"/sys/fs/cgroup/memory.max": "9096\n", "/sys/fs/cgroup/memory.current": "6000\n"}
+    files["/sys/fs/cgroup/memory.stat"] = "anon 4000\ninactive_file 1000\nactive_file 500\n"
     assert available_bytes() == 4096
+    files["/sys/fs/cgroup/memory.current"] = "10200\n"
+    assert available_bytes() == 0
     del files["/sys/fs/cgroup/memory.max"]
     assert available_bytes() == 64 << 10

@@ -218,7 +218,8 @@ def bench_transfer(
     same bytes, or an emulated wire. Efficiency is the goodput of the first over that of the second. Every byte is
     compared outside the timing. Exit status 1 if any differs."""
     from kvxfer.cli.bench_transfer import run_cases
-    from kvxfer.cli.transfer_case import TransferCase, available_bytes
+    from kvxfer.cli.transfer_case import TransferCase
+    from kvxfer.slot_memory import available_bytes
 
     if mode is not None and compare:
         raise ConfigError(f"--mode: got {mode.value} beside --compare {compare}, expected one of the two options")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal
 
 from kvxfer.cli.ensemble import DEADLINE_S, Pace, Setup, Wire
@@ -162,9 +161,3 @@ class TransferCase:
         return SlotConfig(num_slots=self.num_ranks, slot_bytes=slot_bytes), SlotConfig(
             num_slots=1, slot_bytes=slot_bytes
         )
-
-
-def available_bytes() -> int:
-    """Memory that processes can get without swapping."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

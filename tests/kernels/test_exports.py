@@ -7,21 +7,6 @@ import sys
 import kvxfer.kernels
 import kvxfer.kernels.reference
 
-NAMES = [
-    "A2ALayout",
-    "LseBase",
-    "copy_rows",
-    "gather_rows",
-    "lse_combine",
-    "mask_empty_",
-    "mla_decode",
-    "move_rows",
-    "pack_a2a",
-    "scale_partial_",
-    "scale_to_staging",
-    "unpack_combine",
-]
-
 # Importing Triton fails, as in a CPU install; the torch path has to serve.
 WITHOUT_TRITON = """
 import sys
@@ -37,12 +22,8 @@ assert dense.tolist() == [9, 10, 11, 0, 1, 2]
 """
 
 
-def test_the_names_are_pinned() -> None:
-    assert sorted(kvxfer.kernels.__all__) == NAMES
-
-
 def test_every_kernel_has_a_reference_of_the_same_name() -> None:
-    ops = sorted(set(NAMES) - {"A2ALayout", "LseBase"})
+    ops = sorted(set(kvxfer.kernels.__all__) - {"A2ALayout", "LseBase"})
     assert sorted(kvxfer.kernels.reference.__all__) == ops
     for name in ops:
         kernel, reference = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -64,57 +65,57 @@ class SimAgent(Process, Generic[A]):
 
     # ---- what the sides add ----
 
+    @abstractmethod
     def new_actions(self) -> list[A]:
         """Actions that the core has emitted since, observed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def perform(self, action: A) -> None:
         """Perform one action."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self) -> None:
         """Check what has to hold after every step of the core."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tick(self) -> None:
         """The agent's own clock."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_quiet(self) -> bool:
         """Whether nothing is open, held or under way."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_touching(self, transfer: str) -> bool:
         """Whether an operation of ours may touch the pages of `transfer`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_pool_quiet(self) -> bool:
         """Whether no operation touches the worker's pool."""
-        raise NotImplementedError
 
+    @abstractmethod
     def links_of(self) -> Iterable[Link]:
         """Connections to peers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lose_worker(self) -> None:
         """The worker's end was seen."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin_drain(self) -> None:
         """Take on nothing new."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_drained(self) -> bool:
         """Whether nothing is open."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fail_all(self) -> None:
         """End every transfer without success, because this run ends."""
-        raise NotImplementedError
 
+    @abstractmethod
     def say_goodbye(self) -> None:
         """Tell every peer that this run ends."""
-        raise NotImplementedError
 
     # ---- the loop ----
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
@@ -42,7 +43,7 @@ class Clock:
             step()
 
 
-class Process:
+class Process(ABC):
     """Something that can stop at any moment: for a while, or for ever."""
 
     def __init__(self, clock: Clock, name: str) -> None:
@@ -77,9 +78,9 @@ class Process:
         """Stop every thread of the process."""
         self.paused_until = max(self.paused_until, self.clock.now + pause_s)
 
+    @abstractmethod
     def turn(self) -> None:
         """One round of the loop."""
-        raise NotImplementedError
 
     def _begin_turn(self) -> None:
         self._turn_is_due = False

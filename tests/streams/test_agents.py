@@ -109,14 +109,7 @@ def test_slots_that_are_starved_delay_and_harm_nothing(tmp_path: Path, transport
     for num_slots in (1, 2):
         with AgentWorld(tmp_path / str(num_slots), transport, placement="worker") as world:
             build(world, Split(dst_size=2), num_slots, mode=mode)
-            first, second = world.begin(60, salt=1), world.begin(45, salt=2)
-            for start in range(0, 60, 15):
-                world.submit(first, start, start + 15)
-                if start < 45:
-                    world.submit(second, start, start + 15)
-            world.finish(second)
-            world.finish(first)
-            world.verify()
+            world.move_two_at_once()
             assert_at_rest(world)
 
 
