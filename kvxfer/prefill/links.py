@@ -133,6 +133,10 @@ class PeerLinks:
         known = self._peers[peer]
         if message.region_id < known.hello.region_id:
             return
+        if message.region_id == known.hello.region_id:
+            # Told again: the engine has it, and to give it a peer anew could end writes that are under way.
+            self.send(peer, RegionTaken(region_id=message.region_id))
+            return
         known.hello = msgspec.structs.replace(
             known.hello, metadata=message.metadata, region_id=message.region_id, region_bytes=message.region_bytes
         )
