@@ -1,5 +1,6 @@
 """The agent's process of the benchmark of row streams, with a thread in place of a GPU's stream."""
 
+import os
 import time
 
 import numpy as np
@@ -43,7 +44,8 @@ def test_one_agent_gives_the_orders_of_task_after_task() -> None:
             stream.close()
             ring.close()
             assert (told == Told(0.0, 0.0)) == (way == "skip")
-            assert told.cpu_s <= told.taken_s
+            # Of all threads of its process: the one that looks at words works beside the one that gives orders.
+            assert told.cpu_s <= told.taken_s * (os.cpu_count() or 1)
             assert np.array_equal(slot_rows[:, :8], rows[starts // ROW_BYTES, :8]) == (way != "skip"), way
 
 

@@ -70,7 +70,8 @@ def test_a_quick_run_without_a_gpu(
 
 def test_a_case_that_fails_ends_the_run_with_what_all_processes_said(capsys: pytest.CaptureFixture[str]) -> None:
     good = gpu_transfer._quick(gpu_transfer.Named("good", replace(gpu_transfer._CASE, num_tokens=4096, num_ranks=4)))
-    bad = gpu_transfer.Named("bad", replace(good.case, deadline_s=1e-6))
+    # What has arrived comes before the clock: only a wire that is slower than the deadline is sure to miss it.
+    bad = gpu_transfer.Named("bad", replace(good.case, deadline_s=0.2, wire_gb_s=1e-6))
     results, all_ran = gpu_transfer.run([good, bad, good], 60.0, None)
     assert list(results) == ["good"]
     assert not all_ran
