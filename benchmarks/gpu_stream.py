@@ -37,7 +37,7 @@ from kvxfer.streams.device import DevicePool
 from kvxfer.streams.ring import Ring
 
 POOL_BYTES = 1 << 30
-MAX_UNFINISHED = 256
+MAX_UNFINISHED = 128
 BASELINE_S = 0.4
 cuda: Any = torch.cuda  # not all of it has types
 

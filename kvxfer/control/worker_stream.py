@@ -19,8 +19,9 @@ from kvxfer.memory import HostMemory
 from kvxfer.streams.ring import MemoryIndex, OrderCode
 from kvxfer.streams.row_stream import RowStream
 
-MAX_UNFINISHED = 256
-"""Entries that may be enqueued and not done. Each takes room in a launch queue, and a full one blocks the worker."""
+MAX_UNFINISHED = 128
+"""Entries that may be enqueued and not done. Each takes four places of a launch queue that has 1024 on GPUs seen so far,
+and a full one blocks the worker."""
 DRAIN_S = 5.0
 """A stream that has nothing left to wait for ends what it has begun long before."""
 _NAP_S = 0.0002

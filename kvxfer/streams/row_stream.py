@@ -18,7 +18,7 @@ class RowStream(Protocol):
 
     def enqueue(self, number: int) -> None:
         """Enqueue entry `number`: wait for its order, move what that says, write its done word. Called once for each
-        number, from 0 on. Never blocks: its owner keeps at most 256 entries unfinished."""
+        number, from 0 on. Never blocks: its owner keeps at most 128 entries unfinished."""
         ...
 
     def mark(self, stream: object | None) -> int:
