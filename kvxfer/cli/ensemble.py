@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from kvxfer.cli import protocol
-from kvxfer.cli.harness import Cast, ChildError, Line, wait_ready
+from kvxfer.cli.harness import Cast, ChildError, Line, ThreadsTime, wait_ready
 from kvxfer.control.messages import TransferEvent, TransferStats
 from kvxfer.layout import PoolLayout
 from kvxfer.ops.config import (
@@ -96,6 +96,8 @@ class Move:
     decode_client_cpu_s: tuple[float, ...] = ()
     products_per_s: float = 0.0
     device_bytes: int = 0
+    agent_cpu: tuple[ThreadsTime, ...] = ()
+    """Processor time of the prefill agent and of each decode agent, from the ticket to the last `landed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +133,12 @@ class Ensemble:
         self.decode = workers.decode[: setup.num_ranks]
         transport = TransportConfig(name=setup.transport)
         src_transport = TransportConfig(name=setup.transport, options=setup.wire.options() if setup.wire else {})
-        prefill_agent = cast.start_agent(
-            "prefill-agent",
-            PrefillConfig(
-                socket_dir=cast.socket_dir("prefill-agent"),
-                transport=src_transport,
-                slots=setup.src_slots,
-                mode=setup.mode,
-            ),
+        prefill = PrefillConfig(
+            socket_dir=cast.socket_dir("prefill-agent"), transport=src_transport, slots=setup.src_slots, mode=setup.mode
         )
         self._decode_names = [f"decode-agent-{rank}" for rank in range(setup.num_ranks)]
-        decode_agents = [
+        self._agents = [cast.start_agent("prefill-agent", prefill)]
+        self._agents += [
             cast.start_agent(
                 name,
                 DecodeConfig(
@@ -156,7 +153,7 @@ class Ensemble:
             )
             for rank, name in enumerate(self._decode_names)
         ]
-        wait_ready([prefill_agent, *decode_agents])
+        wait_ready(self._agents)
 
     def hand_over(self, src: Pool, dst: list[Pool], fill: int) -> None:
         """Let every worker create its pool, all bytes `fill`, and hand it to its agent."""
@@ -201,6 +198,7 @@ class Ensemble:
 
         Raises `ChildError` where it does not end with `sent` and `landed` everywhere.
         """
+        began = [agent.processor_s() for agent in self._agents]
         ticket = self.prefill.ask(
             protocol.MakeTicket(deadline_s=pace.deadline_s), protocol.TicketText, _COMMAND_TIMEOUT_S
         ).text
@@ -239,6 +237,7 @@ class Ensemble:
             ),
             products_per_s=sent.products_per_s,
             device_bytes=sent.device_bytes,
+            agent_cpu=tuple(agent.processor_s().since(at) for agent, at in zip(self._agents, began, strict=True)),
         )
 
     def compute_alone(self, busy: protocol.Busy) -> float:

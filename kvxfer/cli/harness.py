@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self, TypeVar
@@ -34,6 +35,23 @@ OnProgress = Callable[[protocol.Progress], None]
 
 class ChildError(KvxferError):
     """A process of the run died, went silent or refused a command."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadsTime:
+    """Processor time of a process, in seconds: of its main thread, and of all its others together. 0 where the kernel
+    does not count (`/proc/PID/task/TID/schedstat`)."""
+
+    main_s: float
+    others_s: float
+
+    @property
+    def all_s(self) -> float:
+        return self.main_s + self.others_s
+
+    def since(self, before: ThreadsTime) -> ThreadsTime:
+        """What was used after `before`."""
+        return ThreadsTime(self.main_s - before.main_s, self.others_s - before.others_s)
 
 
 class Line:
@@ -139,6 +157,20 @@ class Child(Line):
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
+
+    def processor_s(self) -> ThreadsTime:
+        """Processor time of its threads so far."""
+        main_s = others_s = 0.0
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
+            try:
+                used_s = int((task / "schedstat").read_text().split()[0]) / 1e9
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # a thread that has just ended
+            if task.name == str(self.pid):
+                main_s = used_s
+            else:
+                others_s += used_s
+        return ThreadsTime(main_s, others_s)
 
     def request_stop(self, *, by_signal: bool) -> None:
         """Agents end on SIGTERM, workers when their standard input ends."""
