@@ -13,6 +13,7 @@ from kvxfer.control.client_core import ClientCore
 from kvxfer.control.handoff import HandoffConnection, StreamMemory, hand_over, share_stream
 from kvxfer.control.handoff_messages import PoolPlacement
 from kvxfer.control.messages import SlotsMapped
+from kvxfer.control.shared_memory import as_device_pool
 from kvxfer.control.worker_stream import DRAIN_S, WorkerStream
 from kvxfer.errors import ContractError, HandoffError, TransportError
 from kvxfer.layout import PoolLayout
@@ -80,11 +81,11 @@ def hand_over_pool(
 
 def _open_stream(memory: HostMemory | DevicePool, shared: StreamMemory, *, is_prefill: bool) -> RowStream:
     if isinstance(memory, HostMemory):
-        return HostRowStream(shared.ring, memory, shared.slots)
+        return HostRowStream(shared.ring, memory, as_device_pool(shared.slots))
     from kvxfer.streams import cuda_stream  # CUDA and torch: only where a pool lies on a GPU
 
     max_ctas = cuda_stream.GATHER_CTAS if is_prefill else cuda_stream.SCATTER_CTAS
-    return cuda_stream.CudaRowStream(shared.ring, memory, shared.slots, max_ctas=max_ctas)
+    return cuda_stream.CudaRowStream(shared.ring, memory, as_device_pool(shared.slots), max_ctas=max_ctas)
 
 
 class AgentLink:

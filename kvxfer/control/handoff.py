@@ -27,10 +27,12 @@ from kvxfer.control.handoff_messages import (
     decode_word,
     pack,
 )
+from kvxfer.control.shared_memory import attach, describe
 from kvxfer.control.socket_dir import HANDOFF_SOCKET, socket_path
 from kvxfer.errors import AgentLostError, ControlTimeoutError, HandoffError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
+from kvxfer.streams.device import MappedPool
 from kvxfer.streams.ring import Ring
 
 _CONNECT_RETRY_S = 0.05
@@ -42,7 +44,7 @@ class StreamMemory:
     """What the agent shares with a stream of the worker. Owned by whoever has it; `close()` unmaps both."""
 
     ring: Ring
-    slots: HostMemory
+    slots: HostMemory | MappedPool
 
     def close(self) -> None:
         self.ring.close()
@@ -54,7 +56,7 @@ class MovedSlots:
     """The agent's slots lie in `memory` from now on, mapped here; it is the receiver's. `move` counts such moves."""
 
     move: int
-    memory: HostMemory
+    memory: HostMemory | MappedPool
 
 
 class HandoffConnection:
@@ -128,10 +130,7 @@ class HandoffConnection:
         if isinstance(word, LastWord):
             self.num_events = word.num_events
         elif isinstance(word, SlotsMoved):
-            if not self._reader.fds:
-                raise HandoffError("slots descriptor: got none, expected the one of the moved slots")
-            slots = HostMemory.attach(self._reader.fds.pop(0), word.slots_bytes, "slots")
-            self._moved.append(MovedSlots(word.move, slots))
+            self._moved.append(MovedSlots(word.move, attach(word.slots, self._reader.fds, "slots")))
 
 
 _open_connections: weakref.WeakSet[HandoffConnection] = weakref.WeakSet()
@@ -155,7 +154,8 @@ def hand_over(
     agent refuses, `LayoutError` where `layout` goes beyond `memory`, `AgentLostError` where there is no agent or it
     hangs up, `ControlTimeoutError` where it does not answer.
     """
-    connection, _ = _hand_over(socket_dir, PoolOffer(num_bytes=memory.num_bytes, layout=layout), [memory.fd], timeout_s)
+    offer = PoolOffer(num_bytes=memory.num_bytes, layout=layout, pool=describe(memory))
+    connection, _ = _hand_over(socket_dir, offer, [memory.fd], timeout_s)
     return connection
 
 
@@ -228,13 +228,13 @@ def _receive(connection: socket.socket, reader: FrameReader, deadline_s: float) 
     return frame
 
 
-def _attach_stream(reader: FrameReader, sizes: SharedStream) -> StreamMemory:
+def _attach_stream(reader: FrameReader, shared: SharedStream) -> StreamMemory:
     """Map the ring and the slots. Raises `HandoffError`; nothing is mapped then."""
     if len(reader.fds) != 2:
         raise HandoffError(f"reply: got {len(reader.fds)} descriptors, expected two: the ring and the slots")
-    ring = Ring.attach(reader.fds.pop(0), sizes.ring_bytes, sizes.num_lanes)
+    ring = Ring.attach(reader.fds.pop(0), shared.ring_bytes, shared.num_lanes)
     try:
-        slots = HostMemory.attach(reader.fds.pop(0), sizes.slots_bytes, "slots")
+        slots = attach(shared.slots, reader.fds, "slots")
     except BaseException:
         ring.close()
         raise

@@ -29,6 +29,7 @@ from kvxfer.control.handoff_messages import (
     pack,
 )
 from kvxfer.control.ids import new_id
+from kvxfer.control.shared_memory import HeldMemory, attach, describe
 from kvxfer.control.socket_dir import HANDOFF_SOCKET, SocketClaim, group_only_umask
 from kvxfer.errors import ConfigError, HandoffError, LayoutError
 from kvxfer.layout import PoolLayout
@@ -48,8 +49,8 @@ _offer_decoder = msgspec.msgpack.Decoder(PoolOffer)
 class ReceivedPool:
     """A worker has handed over its pool of `num_bytes`. `pid` is 0 for other PID namespaces.
 
-    `memory` is a mapping of it; None where a stream of the worker moves its rows, by the orders in `ring`. Both are the
-    receiver's, who calls `close()`.
+    `memory` is a mapping of it; None where a stream of the worker moves its rows, by the orders in `ring`. `shared`
+    lets peers on this host map it, where the worker allows that. All are the receiver's, who calls `close()`.
     """
 
     pool: str
@@ -58,14 +59,17 @@ class ReceivedPool:
     pid: int
     memory: HostMemory | None = None
     ring: Ring | None = None
+    shared: HeldMemory | None = None
     move: int = 0  # of the slots, the last one before its worker got them
 
     def close(self) -> None:
-        """Unmap the pool, or the ring. Calling it again does nothing."""
+        """Unmap the pool and the ring, let go of what is shared. Calling it again does nothing."""
         if self.memory is not None:
             self.memory.close()
         if self.ring is not None:
             self.ring.close()
+        if self.shared is not None:
+            self.shared.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,7 @@ class HandoffListener:
         """
         for connection in self._connections.values():
             if connection.pool == pool:
-                connection.say(SlotsMoved(move=move, slots_bytes=slots.num_bytes), [slots.fd])
+                connection.say(SlotsMoved(move=move, slots=describe(slots)), [slots.fd])
 
     def say_last(self, pool: str, num_events: int) -> None:
         """Tell the worker of `pool`, who is about to see the end, how many events it was sent, so that it hears them
@@ -234,6 +238,8 @@ class _Connection:
         if frame is None:
             return None
         offer = _decode_offer(frame)
+        if len(self._reader.fds) != (offer.pool is not None and offer.pool.has_fd):
+            raise HandoffError(f"descriptors: got {len(self._reader.fds)}, expected one, of the pool that is offered")
         return self._map_pool(offer) if offer.placement == "agent" else self._share(offer, share_stream)
 
     def say(self, message: HandoffMessage, fds: list[int] | None = None) -> None:
@@ -248,27 +254,30 @@ class _Connection:
         self.socket.close()
 
     def _map_pool(self, offer: PoolOffer) -> ReceivedPool:
-        if not self._reader.fds:
-            raise HandoffError("descriptors: got none, expected exactly one with placement agent, the pool")
-        memory = HostMemory.attach(self._reader.fds.pop(), offer.num_bytes)
+        if offer.pool is None:
+            raise HandoffError("pool: got none, expected one to map with placement agent")
+        memory = attach(offer.pool, self._reader.fds, "pool")
+        if not isinstance(memory, HostMemory):
+            memory.close()
+            raise HandoffError("pool: got memory of a GPU, expected placement worker for it")
         self.pool = new_id()
         self.say(PoolAccepted(pool=self.pool))
         return ReceivedPool(self.pool, offer.num_bytes, offer.layout, self.pid, memory=memory)
 
     def _share(self, offer: PoolOffer, share_stream: ShareStream | None) -> ReceivedPool:
         """The pool stays the worker's; its stream gets the slots and a ring."""
-        if self._reader.fds:
-            raise HandoffError("descriptors: got one, expected none with placement worker: the pool stays the worker's")
         if share_stream is None:
             raise HandoffError("placement: got worker, expected agent: this agent orders no streams")
         try:
             ring, slots, move = share_stream(offer.layout)
         except OSError as error:
             raise HandoffError(f"placement worker: no memory for a ring ({error.strerror})") from error
-        sizes = SharedStream(ring_bytes=ring.memory.num_bytes, num_lanes=ring.num_lanes, slots_bytes=slots.num_bytes)
+        stream = SharedStream(ring_bytes=ring.memory.num_bytes, num_lanes=ring.num_lanes, slots=describe(slots))
         self.pool = new_id()
-        self.say(PoolAccepted(pool=self.pool, stream=sizes), [ring.memory.fd, slots.fd])
-        return ReceivedPool(self.pool, offer.num_bytes, offer.layout, self.pid, ring=ring, move=move)
+        self.say(PoolAccepted(pool=self.pool, stream=stream), [ring.memory.fd, slots.fd])
+        # What peers may map, as it came: they check it when they do.
+        shared = None if offer.pool is None else HeldMemory(offer.pool, *self._reader.take_fds())
+        return ReceivedPool(self.pool, offer.num_bytes, offer.layout, self.pid, ring=ring, shared=shared, move=move)
 
 
 def _decode_offer(header: bytes) -> PoolOffer:
@@ -279,4 +288,6 @@ def _decode_offer(header: bytes) -> PoolOffer:
         raise HandoffError(f"header: {error}") from error
     if offer.version != HANDOFF_VERSION:
         raise HandoffError(f"header: version: got {offer.version}, expected {HANDOFF_VERSION}")
+    if offer.pool is not None and offer.pool.num_bytes != offer.num_bytes:
+        raise HandoffError(f"header: pool: got {offer.pool.num_bytes} bytes, expected the announced {offer.num_bytes}")
     return offer

@@ -15,10 +15,11 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvxfer.control.message_base import Counter, Id
+from kvxfer.control.shared_memory import SharedMemory
 from kvxfer.errors import HandoffError
 from kvxfer.layout import PoolLayout
 
-HANDOFF_VERSION = 2
+HANDOFF_VERSION = 3
 MAX_HEADER_BYTES = 1 << 20
 LENGTH = struct.Struct("!I")
 _MAX_FDS = 4
@@ -30,27 +31,29 @@ PoolPlacement = Literal["agent", "worker"]
 class PoolOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Worker to agent: the pool has `num_bytes` and lies as `layout` says.
 
-    The descriptor that comes along is the pool, with placement `agent`; with placement `worker` there is none.
+    `pool` lets others map it, and its descriptor comes along where it has one: the agent itself, with placement
+    `agent`; with placement `worker` peers that may pull rows, or, where it is None, nobody.
     """
 
     version: Counter = HANDOFF_VERSION
     num_bytes: Counter
     layout: PoolLayout
     placement: PoolPlacement = "agent"
+    pool: SharedMemory | None = None
 
 
 class SharedStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Sizes of what the agent shares with a stream of the worker; see `kvxfer.streams.ring`."""
+    """What the agent shares with a stream of the worker: a ring, see `kvxfer.streams.ring`, and its slots."""
 
     ring_bytes: Counter
     num_lanes: Annotated[int, msgspec.Meta(ge=1, le=4096)]
-    slots_bytes: Counter
+    slots: SharedMemory
 
 
 class PoolAccepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="accepted"):
     """Agent to worker: taken; `pool` is its name from now on.
 
-    With placement `worker` two descriptors come along, the ring and the slots, and `stream` tells their sizes.
+    With placement `worker` two descriptors come along, the ring and the slots, which `stream` tells of.
     """
 
     pool: Id
@@ -68,7 +71,7 @@ class SlotsMoved(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     `SlotsMapped` answers this `move`, on the control channel."""
 
     move: Counter
-    slots_bytes: Counter
+    slots: SharedMemory
 
 
 class LastWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="last_word"):
@@ -143,6 +146,11 @@ class FrameReader:
         frame = bytes(self._data[LENGTH.size :])
         self._data.clear()
         return frame
+
+    def take_fds(self) -> list[int]:
+        """All descriptors that wait; they are the caller's."""
+        taken, self.fds = self.fds, []
+        return taken
 
     def close(self) -> None:
         """Close the descriptors that nobody took."""

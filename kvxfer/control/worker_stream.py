@@ -14,14 +14,16 @@ import threading
 import time
 
 from kvxfer.control.handoff import StreamMemory
+from kvxfer.control.shared_memory import as_device_pool
 from kvxfer.errors import AgentLostError
 from kvxfer.memory import HostMemory
+from kvxfer.streams.device import MappedPool
 from kvxfer.streams.ring import MemoryIndex, OrderCode
 from kvxfer.streams.row_stream import RowStream
 
 MAX_UNFINISHED = 128
-"""Entries that may be enqueued and not done. Each takes four places of a launch queue that has 1024 on GPUs seen so far,
-and a full one blocks the worker."""
+"""Entries that may be enqueued and not done. Each takes four places of a launch queue, which has 1024 on GPUs seen so
+far, and a full one blocks the worker."""
 DRAIN_S = 5.0
 """A stream that has nothing left to wait for ends what it has begun long before."""
 _NAP_S = 0.0002
@@ -84,10 +86,10 @@ class WorkerStream:
             raise AgentLostError("a forked child has no stream: connect anew")
         return self._stream.mark(stream)
 
-    def replace_slots(self, slots: HostMemory) -> None:
+    def replace_slots(self, slots: HostMemory | MappedPool) -> None:
         """The agent's slots have moved to `slots`, which is this object's now; no order is under way. Raises
         `TransportError` where a GPU cannot use them, which are the caller's then."""
-        self._stream.set_memory(MemoryIndex.SLOTS, slots)
+        self._stream.set_memory(MemoryIndex.SLOTS, as_device_pool(slots))
         self._slots.append(slots)
 
     def end(self) -> None:
@@ -152,7 +154,7 @@ class WorkerStream:
     def _drop_old_slots(self) -> None:
         """Give back what the slots have left: this mapping alone keeps those pages from the system."""
         while len(self._slots) > 1 and self.is_quiet():
-            self._stream.forget(self._slots[0])
+            self._stream.forget(as_device_pool(self._slots[0]))
             self._slots.pop(0).close()
 
     def _look(self) -> None:

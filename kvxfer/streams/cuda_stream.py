@@ -56,7 +56,7 @@ class CudaRowStream:
         self,
         ring: Ring,
         pool: DevicePool,
-        slots: HostMemory,
+        slots: HostMemory | DevicePool,
         *,
         max_ctas: int = SCATTER_CTAS,
         num_streams: int = 1,
@@ -124,11 +124,12 @@ class CudaRowStream:
         words[2 * index] = address
         words[2 * index + 1] = memory.num_bytes
 
-    def forget(self, memory: HostMemory) -> None:
+    def forget(self, memory: HostMemory | DevicePool) -> None:
         """`RowStream.forget`. CUDA may wait for the whole device here, which is why nothing may be enqueued that waits
         for an order. Raises `TransportError`."""
-        self._gpu.unregister(memory)
-        self._registered.remove(memory)
+        if isinstance(memory, HostMemory):
+            self._gpu.unregister(memory)
+            self._registered.remove(memory)
 
     def close(self) -> None:
         """`RowStream.close`. Raises `ContractError` instead of waiting for ever for an entry that has no order."""
@@ -187,7 +188,7 @@ class CudaRowStream:
         if not np.array_equal(dst, src if code is OrderCode.RUN else np.zeros_like(src)):
             raise TransportError(f"move_rows: got wrong bytes for {code.name} on this GPU, first {dst[:8].tolist()}")
 
-    def _share(self, pool: DevicePool, slots: HostMemory) -> None:
+    def _share(self, pool: DevicePool, slots: HostMemory | DevicePool) -> None:
         """Give the GPU the ring, the pool and the slots."""
         address = self._register(self._ring.memory)
         self._timeline_address = address + TIMELINE_OFFSET_BYTES

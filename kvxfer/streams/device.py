@@ -12,7 +12,9 @@ import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
 
 from kvxfer.errors import ContractError, HandoffError, TransportError
 from kvxfer.streams.driver import Gpu, check, cuda, find_gpu, gpu
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 IPC_HANDLE_BYTES: Final = 64
 _ALIGNMENT_BYTES: Final = 16
+_NumBytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 _LAZY_PEER_ACCESS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 _ANOTHER_WAY: Final = "make the pool with allocate_pool(), or use placement worker, which shares no pool"
 
@@ -52,20 +55,19 @@ class DevicePool:
         return cls(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.get_device())
 
 
-@dataclass(frozen=True, slots=True)
-class PoolHandle:
+class PoolHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What names a pool to other processes. `ipc` is a legacy handle; where it is empty, a descriptor goes along.
 
     The pool begins `offset_bytes` into the `mapped_bytes` that the handle or descriptor stands for. `pid` is that of
     the process that shares it, as it sees itself.
     """
 
-    gpu_uuid: str
-    num_bytes: int
-    offset_bytes: int
-    mapped_bytes: int
-    pid: int
-    ipc: bytes = b""
+    gpu_uuid: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    num_bytes: _NumBytes
+    offset_bytes: _NumBytes
+    mapped_bytes: _NumBytes
+    pid: _NumBytes
+    ipc: Annotated[bytes, msgspec.Meta(max_length=IPC_HANDLE_BYTES)] = b""
 
 
 class MappedPool:
@@ -78,18 +80,20 @@ class MappedPool:
         address: int,
         allocation: Any | None,  # noqa: ANN401
         *,
-        is_maker: bool = False,
+        fd: int = -1,
         is_read_only: bool = False,
     ) -> None:
-        """Use `allocate_pool` or `map_pool`. `allocation` is None for legacy handles."""
+        """Use `allocate_pool` or `map_pool`. `allocation` is None for legacy handles. Takes over `fd`."""
+        self.handle = handle
+        self.fd = fd
+        """The descriptor that goes along with `handle`, of memory that was allocated here; -1 for what was mapped from
+        another process, which cannot be shared on: forward what was sent."""
         self.is_read_only = is_read_only
         """Whether CUDA keeps this process from writing here: a kernel that tries breaks its context."""
         self.pool = DevicePool(address + handle.offset_bytes, handle.num_bytes, device.device_index)
         self._gpu = device
-        self._handle = handle
         self._address = address
         self._allocation = allocation
-        self._is_maker = is_maker
         self._is_closed = False
 
     def tensor(self) -> torch.Tensor:
@@ -98,36 +102,21 @@ class MappedPool:
 
         return torch.as_tensor(_ArrayInterface(self.pool), device=f"cuda:{self.pool.device_index}")
 
-    def share(self) -> tuple[PoolHandle, int]:
-        """The handle and a new descriptor, which is the caller's. Only for memory of `allocate_pool`.
-
-        Raises `HandoffError` for memory that was mapped here from another process: forward what was sent.
-        """
-        if not self._is_maker:
-            raise HandoffError(
-                f"pool of process {self._handle.pid}: got a request to share it from the process that mapped it, "
-                "expected its maker: forward the original handle"
-            )
-        driver = cuda()
-        kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        with self._gpu, _refusing("pool"):
-            result = driver.cuMemExportToShareableHandle(self._allocation, kind, 0)
-            fd = int(check("cuMemExportToShareableHandle", result))
-        os.set_inheritable(fd, False)
-        return self._handle, fd
-
     def close(self) -> None:
         """Unmap; what this process allocated is freed once nobody maps it. No stream may touch it any more. Calling it
         again does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
         driver = cuda()
         with self._gpu:
             if self._allocation is None:
                 check("cuIpcCloseMemHandle", driver.cuIpcCloseMemHandle(self._address))
                 return
-            _unmap(self._address, self._handle.mapped_bytes)
+            _unmap(self._address, self.handle.mapped_bytes)
             check("cuMemRelease", driver.cuMemRelease(self._allocation))
 
 
@@ -164,13 +153,17 @@ def allocate_pool(num_bytes: int, device_index: int) -> MappedPool:
         )
         mapped_bytes = num_bytes + -num_bytes % granule_bytes
         allocation = check("cuMemCreate", driver.cuMemCreate(mapped_bytes, properties, 0))
+        fd = -1
         try:
+            fd = _export(allocation)
             address = _map(allocation, mapped_bytes, device_index, is_read_only=False)
         except TransportError:
+            if fd >= 0:
+                os.close(fd)
             driver.cuMemRelease(allocation)
             raise
     handle = PoolHandle(device.uuid, num_bytes, 0, mapped_bytes, os.getpid())
-    return MappedPool(device, handle, address, allocation, is_maker=True)
+    return MappedPool(device, handle, address, allocation, fd=fd)
 
 
 def share_legacy(pool: DevicePool) -> PoolHandle:
@@ -266,6 +259,15 @@ def _location(device_index: int) -> Any:  # noqa: ANN401
     location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     location.id = device_index
     return location
+
+
+def _export(allocation: Any) -> int:  # noqa: ANN401
+    """A descriptor by which other processes map an allocation."""
+    driver = cuda()
+    kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    fd = int(check("cuMemExportToShareableHandle", driver.cuMemExportToShareableHandle(allocation, kind, 0)))
+    os.set_inheritable(fd, False)
+    return fd
 
 
 def _map(allocation: Any, mapped_bytes: int, device_index: int, *, is_read_only: bool) -> int:  # noqa: ANN401

@@ -8,10 +8,11 @@ from collections import deque
 
 import numpy as np
 
-from kvxfer.errors import ContractError
+from kvxfer.errors import ContractError, TransportError
 from kvxfer.memory import HostMemory
 from kvxfer.ownership import Int64Array
 from kvxfer.rows_host import ByteArray, row_windows
+from kvxfer.streams.device import DevicePool
 from kvxfer.streams.ring import LINEAR, MemoryIndex, OrderCode, Ring, Span
 
 _NAP_S = 50e-6
@@ -23,9 +24,11 @@ class HostRowStream:
     """Executes the entries of a ring in a thread of its own. `ring`, `pool` and `slots` stay the caller's; they must
     outlive `close()`."""
 
-    def __init__(self, ring: Ring, pool: HostMemory, slots: HostMemory) -> None:
+    def __init__(self, ring: Ring, pool: HostMemory, slots: HostMemory | DevicePool) -> None:
+        """Raises `TransportError` for slots of a GPU."""
         self._ring = ring
-        self._memories: dict[int, ByteArray] = {MemoryIndex.POOL: pool.array, MemoryIndex.SLOTS: slots.array}
+        self._memories: dict[int, ByteArray] = {MemoryIndex.POOL: pool.array}
+        self.set_memory(MemoryIndex.SLOTS, slots)
         self._changed = threading.Condition()
         self._numbers: deque[int] = deque()
         self._marked = ring.timeline
@@ -47,11 +50,13 @@ class HostRowStream:
         self._ring.set_timeline(self._marked)
         return self._marked
 
-    def set_memory(self, index: int, memory: HostMemory) -> None:
-        """`RowStream.set_memory`."""
+    def set_memory(self, index: int, memory: HostMemory | DevicePool) -> None:
+        """`RowStream.set_memory`. Raises `TransportError` for memory of a GPU."""
+        if isinstance(memory, DevicePool):
+            raise TransportError("memory: got one of a GPU, expected host memory for a pool in host memory")
         self._memories[index] = memory.array
 
-    def forget(self, memory: HostMemory) -> None:
+    def forget(self, memory: HostMemory | DevicePool) -> None:
         """`RowStream.forget`. Nothing was made for it."""
 
     def close(self) -> None:

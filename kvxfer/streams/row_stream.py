@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvxfer.memory import HostMemory
+from kvxfer.streams.device import DevicePool
 
 __all__ = ["RowStream"]
 
@@ -29,12 +30,12 @@ class RowStream(Protocol):
         """
         ...
 
-    def set_memory(self, index: int, memory: HostMemory) -> None:
+    def set_memory(self, index: int, memory: HostMemory | DevicePool) -> None:
         """From now on spans that name `index` mean `memory`: slots that have moved, or a peer's pool (index 2 and up).
         No order that names it is under way. `memory` stays the caller's and must outlive the stream, or `forget`."""
         ...
 
-    def forget(self, memory: HostMemory) -> None:
+    def forget(self, memory: HostMemory | DevicePool) -> None:
         """No index means `memory` any more, and nothing is enqueued: after this it may be closed."""
         ...
 

@@ -12,6 +12,7 @@ from kvxfer.control.handoff_messages import (
     SharedStream,
     SlotsMoved,
 )
+from kvxfer.control.shared_memory import SharedMemory
 from kvxfer.layout import Group, LayerRange, Placement, PoolLayout, Shard, StatePart, TokenRange
 from kvxfer.transfer import EventKind, Reason
 
@@ -172,13 +173,13 @@ EXAMPLES: dict[str, m.Message] = {
     ),
 }
 HANDOFF_EXAMPLES: dict[str, HandoffMessage] = {
-    "offer": PoolOffer(num_bytes=1 << 34, layout=LAYOUT),
+    "offer": PoolOffer(num_bytes=1 << 34, layout=LAYOUT, pool=SharedMemory(num_bytes=1 << 34)),
     "offer_of_a_stream": PoolOffer(num_bytes=1 << 34, layout=LAYOUT, placement="worker"),
     "accepted": PoolAccepted(pool=POOL),
     "accepted_stream": PoolAccepted(
-        pool=POOL, stream=SharedStream(ring_bytes=1 << 24, num_lanes=16, slots_bytes=65 << 20)
+        pool=POOL, stream=SharedStream(ring_bytes=1 << 24, num_lanes=16, slots=SharedMemory(num_bytes=65 << 20))
     ),
-    "slots_moved": SlotsMoved(move=3, slots_bytes=65 << 20),
+    "slots_moved": SlotsMoved(move=3, slots=SharedMemory(num_bytes=65 << 20)),
     "last_word": LastWord(num_events=7),
     "refused": PoolRefused(detail="pool descriptor: got 0 bytes"),
 }

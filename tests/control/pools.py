@@ -12,6 +12,7 @@ from pathlib import Path
 from kvxfer.control.handoff import HandoffConnection, hand_over
 from kvxfer.control.handoff_listener import HandoffEvent, HandoffListener, ReceivedPool, RefusedHandoff
 from kvxfer.control.handoff_messages import PoolOffer, pack
+from kvxfer.control.shared_memory import SharedMemory
 from kvxfer.layout import Group, LayerRange, PoolLayout
 from kvxfer.memory import HostMemory
 from tests.control.waiting import wait_readable
@@ -34,7 +35,7 @@ def layout(num_pages: int = 16) -> PoolLayout:
     return PoolLayout(groups=(group,), dtype_tag="bf16")
 
 
-OFFER = pack(PoolOffer(num_bytes=POOL_BYTES, layout=layout()))
+OFFER = pack(PoolOffer(num_bytes=POOL_BYTES, layout=layout(), pool=SharedMemory(num_bytes=POOL_BYTES)))
 
 
 def next_events(listener: HandoffListener) -> list[HandoffEvent]:

@@ -12,6 +12,7 @@ import pytest
 
 from kvxfer.control.handoff_listener import HandoffListener, RefusedHandoff
 from kvxfer.control.handoff_messages import LENGTH, MAX_HEADER_BYTES, PoolOffer, pack
+from kvxfer.control.shared_memory import SharedMemory
 from kvxfer.memory import HostMemory
 from tests.control.pools import OFFER, POOL_BYTES, client_of, expect_refusal, layout, memfd, next_events, select_ready
 
@@ -63,7 +64,7 @@ def test_a_read_only_memfd_is_refused(listener: HandoffListener, tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("num_fds", "told"),
-    [(0, "got none, expected exactly one"), (2, "got 2, expected one"), (3, "got 3"), (60, "more than 4 at once")],
+    [(0, "got 0, expected one"), (2, "got 2, expected one"), (3, "got 3"), (60, "more than 4 at once")],
 )
 def test_any_number_of_descriptors_but_one_is_refused(
     listener: HandoffListener, tmp_path: Path, memory: HostMemory, num_fds: int, told: str
@@ -94,10 +95,17 @@ def test_descriptors_that_come_one_by_one_are_counted(
         (LENGTH.pack(100_000) + b"\x91" * 100_000, "header: "),
         (LENGTH.pack(5) + b"\xdd\xff\xff\xff\xff", "header: "),
         (b"GET / HTTP/1.1\r\n\r\n", "got a length of"),
-        (pack(PoolOffer(version=1, num_bytes=POOL_BYTES, layout=layout())), "version: got 1, expected 2"),
+        (pack(PoolOffer(version=1, num_bytes=POOL_BYTES, layout=layout())), "version: got 1, expected 3"),
         (pack(PoolOffer(num_bytes=POOL_BYTES, layout=layout(17))), "ends at byte 8448, but the pool has 8192 bytes"),
         (pack(PoolOffer(num_bytes=1 << 60, layout=layout())), "num_bytes"),
-        (pack(PoolOffer(num_bytes=0, layout=layout(0))), "got 8192 bytes, expected the announced 0"),
+        (
+            pack(PoolOffer(num_bytes=0, layout=layout(0), pool=SharedMemory(num_bytes=0))),
+            "got 8192 bytes, expected the announced 0",
+        ),
+        (
+            pack(PoolOffer(num_bytes=POOL_BYTES, layout=layout(), pool=SharedMemory(num_bytes=1))),
+            "pool: got 1 bytes, expected the announced 8192",
+        ),
     ],
     ids=lambda value: None if isinstance(value, bytes) else value,
 )

@@ -16,6 +16,7 @@ import pytest
 from kvxfer.control.handoff import HandoffConnection, StreamMemory, hand_over, share_stream
 from kvxfer.control.handoff_listener import HandoffEvent, HandoffListener, LostPool, ReceivedPool
 from kvxfer.control.handoff_messages import PoolAccepted, PoolOffer, SharedStream, SlotsMoved, pack
+from kvxfer.control.shared_memory import SharedMemory
 from kvxfer.errors import HandoffError, LayoutError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
@@ -82,6 +83,7 @@ def test_a_worker_gets_the_ring_and_the_slots_and_keeps_its_pool(
     assert received.memory is None
     assert received.ring is sharing.rings[0]
     assert received.move == 5
+    assert isinstance(memory.slots, HostMemory)
     assert memory.ring.num_lanes == 3
     assert memory.ring.max_offsets == received.ring.max_offsets >= 100
     memory.ring.set_num_enqueued(9)
@@ -96,12 +98,26 @@ def test_a_worker_gets_the_ring_and_the_slots_and_keeps_its_pool(
     memory.close()
 
 
-def test_a_descriptor_that_comes_all_the_same_is_refused(
-    listener: HandoffListener, tmp_path: Path, memory: HostMemory
-) -> None:
+def test_a_descriptor_of_nothing_is_refused(listener: HandoffListener, tmp_path: Path, memory: HostMemory) -> None:
     with client_of(tmp_path) as client:
         socket.send_fds(client, [OFFER], [memory.fd])
-        expect_refusal(listener, client, "expected none with placement worker")
+        expect_refusal(listener, client, "expected one, of the pool that is offered")
+
+
+def test_a_pool_that_peers_may_map_is_held_as_it_came(
+    listener: HandoffListener, tmp_path: Path, memory: HostMemory
+) -> None:
+    offer = PoolOffer(
+        num_bytes=POOL_BYTES, layout=layout(), placement="worker", pool=SharedMemory(num_bytes=POOL_BYTES)
+    )
+    with client_of(tmp_path) as client:
+        socket.send_fds(client, [pack(offer)], [memory.fd])
+        (received,) = next_events(listener)
+        assert isinstance(received, ReceivedPool)
+        assert received.memory is None
+        assert received.shared is not None
+        assert os.fstat(received.shared.fd).st_ino == os.fstat(memory.fd).st_ino
+        received.close()
 
 
 def test_an_unknown_placement_is_refused(listener: HandoffListener, tmp_path: Path) -> None:
@@ -189,7 +205,7 @@ def test_a_ring_or_slots_that_do_not_fit_are_not_mapped(
     sizes: tuple[int, int, int],
     told: str,
 ) -> None:
-    stream = SharedStream(ring_bytes=sizes[0], num_lanes=sizes[1], slots_bytes=sizes[2])
+    stream = SharedStream(ring_bytes=sizes[0], num_lanes=sizes[1], slots=SharedMemory(num_bytes=sizes[2]))
 
     def answer(connection: socket.socket) -> None:
         fds = [memfd(*each) for each in (ring, slots) if each is not None]
@@ -203,11 +219,13 @@ def test_a_ring_or_slots_that_do_not_fit_are_not_mapped(
 
 def test_an_answer_to_another_offer_is_refused(tmp_path: Path, memory: HostMemory) -> None:
     plain = pack(PoolAccepted(pool="a" * 32))
-    shared = pack(PoolAccepted(pool="a" * 32, stream=SharedStream(ring_bytes=8, num_lanes=1, slots_bytes=8)))
+    shared = pack(
+        PoolAccepted(pool="a" * 32, stream=SharedStream(ring_bytes=8, num_lanes=1, slots=SharedMemory(num_bytes=8)))
+    )
     for answer, ask in (
         (plain, lambda: share_stream(tmp_path, POOL_BYTES, layout(), 5.0)),
         (shared, lambda: hand_over(tmp_path, memory, layout(), 5.0)),
-        (pack(SlotsMoved(move=1, slots_bytes=8)), lambda: hand_over(tmp_path, memory, layout(), 5.0)),
+        (pack(SlotsMoved(move=1, slots=SharedMemory(num_bytes=8))), lambda: hand_over(tmp_path, memory, layout(), 5.0)),
     ):
         with pytest.raises(HandoffError, match="expected an answer to an offer with placement"):
             _against(tmp_path, lambda connection, answer=answer: connection.sendall(answer), ask)  # type: ignore[misc]
@@ -229,17 +247,17 @@ def test_slots_that_move_come_mapped(listener: HandoffListener, tmp_path: Path) 
         for move, slots in ((1, first), (2, second)):
             listener.move_slots(received.pool, move, slots)
         assert not connection.lost()
-        moved = [connection.take_moved(), connection.take_moved(), connection.take_moved()]
-    assert [None if each is None else (each.move, each.memory.num_bytes) for each in moved] == [
-        (1, 8192),
-        (2, 4096),
-        None,
-    ]
-    assert moved[1] is not None
-    assert np.all(moved[1].memory.array == 9)
-    for each in moved:
-        if each is not None:
-            each.memory.close()
+        moved = [connection.take_moved(), connection.take_moved()]
+    assert connection.take_moved() is None
+    arrays = []
+    for each, expected in zip(moved, ((1, 8192), (2, 4096)), strict=True):
+        assert each is not None
+        assert isinstance(each.memory, HostMemory)
+        assert (each.move, each.memory.num_bytes) == expected
+        arrays.append(each.memory.array.copy())
+        each.memory.close()
+    assert np.all(arrays[1] == 9)
+    assert isinstance(memory.slots, HostMemory)
     listener.move_slots(received.pool, 3, memory.slots)
     assert not connection.lost()
     connection.close()  # with what nobody took
@@ -253,12 +271,13 @@ def test_moved_slots_that_cannot_be_mapped_are_an_error_and_the_end_is_seen_all_
     listener: HandoffListener, tmp_path: Path
 ) -> None:
     connection, memory, received, _ = _shared(listener, tmp_path)
+    assert isinstance(memory.slots, HostMemory)
     agent = next(each for each in listener._connections.values() if each.pool == received.pool)
-    agent.say(SlotsMoved(move=1, slots_bytes=4096))
+    agent.say(SlotsMoved(move=1, slots=SharedMemory(num_bytes=4096)))
     with pytest.raises(HandoffError, match="slots descriptor: got none"):
         connection.lost()
     unsealed = memfd(4096, 0)
-    agent.say(SlotsMoved(move=1, slots_bytes=4096), [unsealed])
+    agent.say(SlotsMoved(move=1, slots=SharedMemory(num_bytes=4096)), [unsealed])
     os.close(unsealed)
     with pytest.raises(HandoffError, match="slots descriptor: got seals 0x0"):
         connection.lost()
@@ -275,6 +294,7 @@ def test_moved_slots_that_a_worker_has_no_descriptor_for_are_an_error(
 ) -> None:
     """Ignored, they would leave the agent waiting for ever, with rows that are all here and in no page."""
     connection, memory, received, _ = _shared(listener, tmp_path)
+    assert isinstance(memory.slots, HostMemory)
     listener.move_slots(received.pool, 1, memory.slots)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
@@ -291,10 +311,11 @@ def test_moved_slots_that_a_worker_has_no_descriptor_for_are_an_error(
 
 def test_what_the_worker_does_not_understand_is_ignored(listener: HandoffListener, tmp_path: Path) -> None:
     connection, memory, received, _ = _shared(listener, tmp_path)
+    assert isinstance(memory.slots, HostMemory)
     agent = next(each for each in listener._connections.values() if each.pool == received.pool)
     agent.socket.sendall(pack(PoolAccepted(pool="a" * 32)))  # understood, and without a meaning here
     agent.socket.sendall(bytes(8) + b"\xff" * 100)
-    agent.say(SlotsMoved(move=1, slots_bytes=4096), [memory.slots.fd])
+    agent.say(SlotsMoved(move=1, slots=SharedMemory(num_bytes=4096)), [memory.slots.fd])
     assert not connection.lost()
     assert not connection.lost()
     assert connection.take_moved() is None

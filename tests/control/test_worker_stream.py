@@ -16,6 +16,7 @@ from kvxfer.control.handoff import StreamMemory
 from kvxfer.control.worker_stream import MAX_UNFINISHED, WorkerStream
 from kvxfer.errors import AgentLostError, TransportError
 from kvxfer.memory import HostMemory
+from kvxfer.streams.device import DevicePool
 from kvxfer.streams.ring import MemoryIndex, OrderCode, Ring
 
 _Wire = tuple[socket.socket, socket.socket]
@@ -26,7 +27,7 @@ class _Stream:
 
     def __init__(self) -> None:
         self.enqueued: list[int] = []
-        self.memories: dict[int, HostMemory] = {}
+        self.memories: dict[int, HostMemory | DevicePool] = {}
         self.forgotten: list[HostMemory] = []
         self.num_closed = 0
         self.is_broken = False
@@ -40,10 +41,11 @@ class _Stream:
         assert stream is None
         return 7
 
-    def set_memory(self, index: int, memory: HostMemory) -> None:
+    def set_memory(self, index: int, memory: HostMemory | DevicePool) -> None:
         self.memories[index] = memory
 
-    def forget(self, memory: HostMemory) -> None:
+    def forget(self, memory: HostMemory | DevicePool) -> None:
+        assert isinstance(memory, HostMemory)
         assert memory.fd >= 0
         assert memory not in self.memories.values()
         self.forgotten.append(memory)
@@ -138,6 +140,7 @@ def test_a_stream_that_does_not_come_to_rest_keeps_its_memory(
         worker.close()
     assert "its memory stays mapped" in caplog.text
     assert stream.num_closed == 0
+    assert isinstance(memory.slots, HostMemory)
     assert memory.slots.array.size == 4096
     assert memory.ring.order_of(0) is OrderCode.SKIP
 

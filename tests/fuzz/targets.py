@@ -30,6 +30,7 @@ from kvxfer.control.handoff_messages import (
 from kvxfer.control.messages import DecodeToPrefill, Hello, Open, PrefillToDecode, Submit
 from kvxfer.control.peer_channel import new_keys
 from kvxfer.control.pull_share import PullOffer, PullRefusal, PullRequest, _parse_answer, _request_decoder
+from kvxfer.control.shared_memory import SharedMemory
 from kvxfer.errors import ConfigError, HandoffError, KvxferError, ProtocolError, RefusedError
 from kvxfer.layout import Group, LayerRange, PoolLayout, Shard
 from kvxfer.ops.config import DecodeConfig, PrefillConfig, dump_config, load_decode_config, load_prefill_config
@@ -227,8 +228,12 @@ SEEDS: dict[str, tuple[bytes, ...]] = {
     "handoff": (_encode(_OFFER), _encode(msgspec.structs.replace(_OFFER, placement="worker"))),
     "handoff_answer": (
         _encode(PoolAccepted(pool=POOL)),
-        _encode(PoolAccepted(pool=POOL, stream=SharedStream(ring_bytes=1 << 24, num_lanes=16, slots_bytes=1 << 26))),
-        _encode(SlotsMoved(move=3, slots_bytes=1 << 26)),
+        _encode(
+            PoolAccepted(
+                pool=POOL, stream=SharedStream(ring_bytes=1 << 24, num_lanes=16, slots=SharedMemory(num_bytes=1 << 26))
+            )
+        ),
+        _encode(SlotsMoved(move=3, slots=SharedMemory(num_bytes=1 << 26))),
         _encode(PoolRefused(detail="no")),
     ),
     "metadata": (encode_metadata(_METADATA),),

@@ -7,9 +7,9 @@ CUDA would have kept it from writing into the first.
 from __future__ import annotations
 
 import base64
-import json
 import sys
 
+import msgspec
 import numpy as np
 import torch
 
@@ -39,10 +39,7 @@ def pull(src_memory: int, dst_first: int) -> Segment:
 
 
 def main(request: str, fd: int) -> None:
-    handles = [
-        PoolHandle(**{**fields, "ipc": base64.b64decode(fields["ipc"])})
-        for fields in json.loads(base64.b64decode(request))
-    ]
+    handles = msgspec.json.decode(base64.b64decode(request), type=list[PoolHandle])
     mapped = [map_pool(handle, each, is_read_only=True) for handle, each in zip(handles, (fd, None), strict=True)]
     assert not mapped[1].is_read_only, "legacy handles have no such mappings"
     own = allocate_pool(MEMORY_BYTES, 0)

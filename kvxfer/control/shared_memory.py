@@ -1,0 +1,78 @@
+"""Memory that one process of a host lets another map: what names it on a unix socket, and how it is mapped there."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import msgspec
+
+from kvxfer.control.message_base import Counter
+from kvxfer.errors import HandoffError
+from kvxfer.memory import HostMemory
+from kvxfer.streams.device import DevicePool, MappedPool, PoolHandle, map_pool
+
+
+class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`num_bytes` of host memory, whose sealed memfd goes along, or, with `gpu`, of a GPU's memory; its descriptor goes
+    along unless the handle is a legacy one."""
+
+    num_bytes: Counter
+    gpu: PoolHandle | None = None
+
+    @property
+    def has_fd(self) -> bool:
+        """Whether a descriptor goes along."""
+        return self.gpu is None or not self.gpu.ipc
+
+
+def describe(memory: HostMemory | MappedPool) -> SharedMemory:
+    """What names `memory` to other processes; `memory.fd` goes along. Only the process that made it can share it."""
+    if isinstance(memory, HostMemory):
+        return SharedMemory(num_bytes=memory.num_bytes)
+    assert memory.fd >= 0, "memory that was mapped from another process cannot be shared on"
+    return SharedMemory(num_bytes=memory.handle.num_bytes, gpu=memory.handle)
+
+
+def attach(shared: SharedMemory, fds: list[int], what: str, *, is_read_only: bool = False) -> HostMemory | MappedPool:
+    """Map what another process shares. Takes its descriptor, where it has one, from the front of `fds`; the mapping is
+    the caller's. `what` names it in errors. `is_read_only` holds for GPUs alone, as `map_pool` has it.
+
+    Raises `HandoffError`; the descriptor is closed then.
+    """
+    if shared.has_fd and not fds:
+        raise HandoffError(f"{what} descriptor: got none, expected one")
+    if shared.gpu is None:
+        return HostMemory.attach(fds.pop(0), shared.num_bytes, what)
+    if shared.gpu.num_bytes != shared.num_bytes:
+        raise HandoffError(f"{what}: got a handle of {shared.gpu.num_bytes} bytes, expected {shared.num_bytes}")
+    fd = fds.pop(0) if shared.has_fd else None
+    try:
+        return map_pool(shared.gpu, fd, is_read_only=is_read_only)
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+@dataclass(slots=True)
+class HeldMemory:
+    """Memory of another process that is passed on as it came, and is not mapped here. Owns `fd`, -1 where none goes
+    along; `close()` closes it."""
+
+    shared: SharedMemory
+    fd: int = -1
+
+    def fds(self) -> list[int]:
+        """What goes along on a socket."""
+        return [self.fd] if self.fd >= 0 else []
+
+    def close(self) -> None:
+        """Let go of it. Calling it again does nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def as_device_pool(memory: HostMemory | MappedPool) -> HostMemory | DevicePool:
+    """What row streams take for `memory`, which must outlive them."""
+    return memory if isinstance(memory, HostMemory) else memory.pool
