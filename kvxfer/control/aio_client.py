@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 from kvxfer.control.client_link import AgentLink, HandedOver, hand_over_pool
 from kvxfer.control.client_requests import (
@@ -33,12 +33,9 @@ from kvxfer.control.messages import (
     WorkerReply,
     WorkerRequest,
 )
+from kvxfer.control.shared_memory import PoolMemory
 from kvxfer.errors import ControlTimeoutError
 from kvxfer.layout import PoolLayout
-from kvxfer.memory import HostMemory
-
-if TYPE_CHECKING:
-    from kvxfer.streams.device import DevicePool
 
 _Found = TypeVar("_Found")
 
@@ -64,7 +61,7 @@ class _AsyncClient:
     async def connect(
         cls,
         socket_dir: str | os.PathLike[str],
-        memory: HostMemory | DevicePool,
+        memory: PoolMemory,
         layout: PoolLayout,
         *,
         placement: PoolPlacement | None = None,
@@ -253,7 +250,7 @@ class AsyncDecodeClient(_AsyncClient):
 
 async def _hand_over(
     socket_dir: str | os.PathLike[str],
-    memory: HostMemory | DevicePool,
+    memory: PoolMemory,
     layout: PoolLayout,
     placement: PoolPlacement | None,
     timeout_s: float,

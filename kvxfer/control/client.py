@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 from kvxfer.control.aio_client import AsyncDecodeClient, AsyncPrefillClient
 from kvxfer.control.channel import Selector
@@ -46,12 +46,9 @@ from kvxfer.control.messages import (
     WorkerReply,
     WorkerRequest,
 )
+from kvxfer.control.shared_memory import PoolMemory
 from kvxfer.errors import ControlTimeoutError
 from kvxfer.layout import PoolLayout
-from kvxfer.memory import HostMemory
-
-if TYPE_CHECKING:
-    from kvxfer.streams.device import DevicePool
 
 __all__ = [
     "AsyncDecodeClient",
@@ -81,7 +78,7 @@ class _Client:
     def connect(
         cls,
         socket_dir: str | os.PathLike[str],
-        memory: HostMemory | DevicePool,
+        memory: PoolMemory,
         layout: PoolLayout,
         *,
         placement: PoolPlacement | None = None,

@@ -13,15 +13,15 @@ from kvxfer.control.client_core import ClientCore
 from kvxfer.control.handoff import HandoffConnection, StreamMemory, hand_over, share_stream
 from kvxfer.control.handoff_messages import PoolPlacement
 from kvxfer.control.messages import SlotsMapped
-from kvxfer.control.shared_memory import as_device_pool
+from kvxfer.control.shared_memory import PoolMemory, as_device_pool
 from kvxfer.control.worker_stream import DRAIN_S, WorkerStream
 from kvxfer.errors import ContractError, HandoffError, TransportError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
+from kvxfer.streams.device import DevicePool
 from kvxfer.streams.host_stream import HostRowStream
 
 if TYPE_CHECKING:
-    from kvxfer.streams.device import DevicePool
     from kvxfer.streams.row_stream import RowStream
 
 _LAST_EVENTS_S = 1.0
@@ -48,7 +48,7 @@ class HandedOver:
 
 def hand_over_pool(
     socket_dir: str | os.PathLike[str],
-    memory: HostMemory | DevicePool,
+    memory: PoolMemory,
     layout: PoolLayout,
     placement: PoolPlacement | None,
     timeout_s: float,
@@ -58,7 +58,7 @@ def hand_over_pool(
     """Hand `memory` over as its placement says; a prefill worker's rows leave its pool, others come. Raises as
     `hand_over`, and `ContractError` for what is no memory or layout and for a placement that the memory cannot have."""
     if not isinstance(getattr(memory, "num_bytes", None), int):
-        raise ContractError(f"memory: got {type(memory).__name__}, expected a HostMemory or a DevicePool")
+        raise ContractError(f"memory: got {type(memory).__name__}, expected a HostMemory, a MappedPool or a DevicePool")
     if not isinstance(layout, PoolLayout):
         raise ContractError(f"layout: got {type(layout).__name__}, expected a PoolLayout")
     began_s = time.monotonic()
@@ -79,13 +79,15 @@ def hand_over_pool(
     return HandedOver(connection, waited_s, worker_stream)
 
 
-def _open_stream(memory: HostMemory | DevicePool, shared: StreamMemory, *, is_prefill: bool) -> RowStream:
+def _open_stream(memory: PoolMemory, shared: StreamMemory, *, is_prefill: bool) -> RowStream:
     if isinstance(memory, HostMemory):
         return HostRowStream(shared.ring, memory, as_device_pool(shared.slots))
     from kvxfer.streams import cuda_stream  # CUDA and torch: only where a pool lies on a GPU
 
     max_ctas = cuda_stream.GATHER_CTAS if is_prefill else cuda_stream.SCATTER_CTAS
-    return cuda_stream.CudaRowStream(shared.ring, memory, as_device_pool(shared.slots), max_ctas=max_ctas)
+    pool, slots = as_device_pool(memory), as_device_pool(shared.slots)
+    assert isinstance(pool, DevicePool)
+    return cuda_stream.CudaRowStream(shared.ring, pool, slots, max_ctas=max_ctas)
 
 
 class AgentLink:

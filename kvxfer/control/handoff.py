@@ -32,8 +32,10 @@ from kvxfer.control.socket_dir import HANDOFF_SOCKET, socket_path
 from kvxfer.errors import AgentLostError, ControlTimeoutError, HandoffError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
-from kvxfer.streams.device import MappedPool
+from kvxfer.streams.device import MappedPool, allocate_pool
 from kvxfer.streams.ring import Ring
+
+__all__ = ["HandoffConnection", "MovedSlots", "StreamMemory", "allocate_pool", "hand_over", "share_stream"]
 
 _CONNECT_RETRY_S = 0.05
 _MAX_FRAMES_PER_LOOK = 64

@@ -10,7 +10,10 @@ import msgspec
 from kvxfer.control.message_base import Counter
 from kvxfer.errors import HandoffError
 from kvxfer.memory import HostMemory
-from kvxfer.streams.device import DevicePool, MappedPool, PoolHandle, map_pool
+from kvxfer.streams.device import DevicePool, MappedPool, PoolHandle, map_pool, share_legacy
+
+PoolMemory = HostMemory | MappedPool | DevicePool
+"""What a worker's pool may be."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -32,6 +35,16 @@ def describe(memory: HostMemory | MappedPool) -> SharedMemory:
         return SharedMemory(num_bytes=memory.num_bytes)
     assert memory.fd >= 0, "memory that was mapped from another process cannot be shared on"
     return SharedMemory(num_bytes=memory.handle.num_bytes, gpu=memory.handle)
+
+
+def share(memory: PoolMemory) -> tuple[SharedMemory, list[int]]:
+    """What names `memory` to other processes, and the descriptors that go along, which stay its own.
+
+    Raises `HandoffError` for a `DevicePool` that has no legacy handle, with the remedy.
+    """
+    if isinstance(memory, DevicePool):
+        return SharedMemory(num_bytes=memory.num_bytes, gpu=share_legacy(memory)), []
+    return describe(memory), [memory.fd]
 
 
 def attach(shared: SharedMemory, fds: list[int], what: str, *, is_read_only: bool = False) -> HostMemory | MappedPool:
@@ -73,6 +86,6 @@ class HeldMemory:
             self.fd = -1
 
 
-def as_device_pool(memory: HostMemory | MappedPool) -> HostMemory | DevicePool:
+def as_device_pool(memory: PoolMemory) -> HostMemory | DevicePool:
     """What row streams take for `memory`, which must outlive them."""
-    return memory if isinstance(memory, HostMemory) else memory.pool
+    return memory.pool if isinstance(memory, MappedPool) else memory

@@ -96,6 +96,11 @@ class MappedPool:
         self._allocation = allocation
         self._is_closed = False
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool."""
+        return self.handle.num_bytes
+
     def tensor(self) -> torch.Tensor:
         """`[num_bytes]` uint8 on the GPU, over this memory. Must be gone, like its views, before `close()`."""
         import torch
