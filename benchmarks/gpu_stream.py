@@ -32,7 +32,7 @@ from benchmarks.gpu_stream_agent import (
 )
 from benchmarks.gpu_stream_waits import held_streams, time_waits
 from kvxfer.memory import HostMemory
-from kvxfer.streams.cuda_stream import GATHER_CTAS, PULL_CTAS, SCATTER_CTAS, STREAM_PRIORITY, CudaRowStream
+from kvxfer.streams.cuda_stream import GATHER_CTAS, NUM_STREAMS, PULL_CTAS, SCATTER_CTAS, STREAM_PRIORITY, CudaRowStream
 from kvxfer.streams.device import DevicePool
 from kvxfer.streams.ring import Ring
 
@@ -50,7 +50,7 @@ class Case:
     max_ctas: int
     busy: str = "none"
     in_flight: int = MAX_IN_FLIGHT
-    num_streams: int = 1
+    num_streams: int = NUM_STREAMS
     priority: int = STREAM_PRIORITY
     num_segments: int = 1
     num_entries: int = 400
@@ -204,14 +204,14 @@ def cases(only: set[str]) -> list[Case]:
     found: list[Case] = []
     if "idle" in only:
         found += [Case("gather", num_ctas) for num_ctas in (2, 4, 6, 8, 16)]
-        found += [Case("gather", GATHER_CTAS, num_streams=2), Case("gather", GATHER_CTAS, in_flight=1)]
+        found += [Case("gather", GATHER_CTAS, num_streams=1), Case("gather", GATHER_CTAS, in_flight=1)]
         found += [Case("scatter", num_ctas) for num_ctas in (4, 8, 12, 16)]
-        found += [Case("scatter", SCATTER_CTAS, num_streams=2), Case("scatter", SCATTER_CTAS, in_flight=1)]
+        found += [Case("scatter", SCATTER_CTAS, num_streams=1), Case("scatter", SCATTER_CTAS, in_flight=1)]
     if "busy" in only:
         for busy in ("long", "short"):
             base = Case("gather", GATHER_CTAS, busy, num_entries=1200)
             for case in base, dataclasses.replace(base, way="scatter", max_ctas=SCATTER_CTAS):
-                found += [case, dataclasses.replace(case, priority=0), dataclasses.replace(case, num_streams=2)]
+                found += [case, dataclasses.replace(case, priority=0), dataclasses.replace(case, num_streams=1)]
             found.append(dataclasses.replace(base, max_ctas=2))
     if "device" in only:
         for num_segments, num_ctas in ((1, PULL_CTAS), (8, PULL_CTAS), (8, 132), (8, 264)):

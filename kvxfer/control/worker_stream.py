@@ -158,6 +158,6 @@ class WorkerStream:
             self._slots.pop(0).close()
 
     def _look(self) -> None:
-        """Count on over the entries that have ended; a stream ends them in order."""
+        """Count on over the entries that have ended, up to the first that has not."""
         while self._num_done < self._num_enqueued and self._ring.is_done(self._num_done):
             self._num_done += 1
