@@ -37,8 +37,8 @@ SCATTER_CTAS: Final = 8
 PULL_CTAS: Final = 96
 """Programs that move rows between memories of the GPU."""
 NUM_STREAMS: Final = 2
-"""Streams that take turns at entries: the launch of one entry lies beside the copies of another. On an H200 gathers into
-pinned slots reach 48.8 GB/s by two and 45.2 by one, scatters 47.7 and 43.7."""
+"""Streams that take turns at entries: the launch of one entry lies beside the copies of another. On an H200 gathers
+into pinned slots reach 48.8 GB/s by two and 45.2 by one, scatters 47.7 and 43.7."""
 STREAM_PRIORITY: Final = -4
 """Streams of different priorities do not share a queue of the GPU, where one that waits for an order holds up whatever
 is behind it. So this is one that hardly anybody else asks for: engines use 0, torch's pools 0 to -3, some libraries the
