@@ -41,7 +41,7 @@ class HostMemory:
     mapping (MADV_DONTFORK).
     """
 
-    def __init__(self, fd: int, num_bytes: int) -> None:
+    def __init__(self, fd: int, num_bytes: int, *, is_read_only: bool = False) -> None:
         """Take over `fd` and map it. Use `create` or `attach`."""
         self.fd = fd
         self.num_bytes = num_bytes
@@ -50,7 +50,8 @@ class HostMemory:
         self._mapping = mmap.mmap(-1, num_bytes, _RESERVED_FLAGS, _READ_WRITE)
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
         """`[num_bytes]` uint8 view of the whole mapping."""
-        _map_over(self.address, num_bytes, mmap.MAP_SHARED, fd)
+        _map_over(self.address, num_bytes, mmap.MAP_SHARED, fd, mmap.PROT_READ if is_read_only else _READ_WRITE)
+        self.array.flags.writeable = not is_read_only
         self._mapping.madvise(mmap.MADV_DONTFORK)
 
     @classmethod
@@ -67,19 +68,22 @@ class HostMemory:
             raise
 
     @classmethod
-    def attach(cls, fd: int, num_bytes: int, what: str = "pool") -> Self:
+    def attach(cls, fd: int, num_bytes: int, what: str = "pool", *, is_read_only: bool = False) -> Self:
         """Map memory that another process created, and that errors call `what`. Takes over `fd`, also when it raises.
+
+        `is_read_only`: rows are only pulled from it; writing there ends this process.
 
         Raises `HandoffError` where `fd` is no memfd, could still shrink, has another size than `num_bytes`, or cannot
         be mapped.
         """
         try:
             check_memfd(fd, num_bytes, what)
-            return cls(fd, num_bytes)
+            return cls(fd, num_bytes, is_read_only=is_read_only)
         except BaseException as error:
             os.close(fd)
             if isinstance(error, OSError | OverflowError):
-                raise HandoffError(f"{what} descriptor: cannot be mapped for reading and writing ({error})") from error
+                how = "reading" if is_read_only else "reading and writing"
+                raise HandoffError(f"{what} descriptor: cannot be mapped for {how} ({error})") from error
             raise
 
     @property
@@ -148,9 +152,9 @@ def _sealed_memfd(num_bytes: int, name: str) -> int:
     return fd
 
 
-def _map_over(address: int, num_bytes: int, flags: int, fd: int) -> None:
+def _map_over(address: int, num_bytes: int, flags: int, fd: int, access: int = _READ_WRITE) -> None:
     """Replace what is mapped there, atomically. Raises `OSError`; nothing has changed then."""
-    if _libc.mmap(address, num_bytes, _READ_WRITE, flags | _MAP_FIXED, fd, 0) != address:
+    if _libc.mmap(address, num_bytes, access, flags | _MAP_FIXED, fd, 0) != address:
         raise OSError(ctypes.get_errno(), "the mapping could not be replaced")
 
 

@@ -6,6 +6,9 @@ import ctypes
 import os
 from pathlib import Path
 
+import pytest
+
+from kvxfer.errors import HandoffError
 from kvxfer.memory import HostMemory
 
 NUM_BYTES = (1 << 20) + 5  # no multiple of a page
@@ -54,3 +57,17 @@ def test_abandoned_memory_is_given_back_and_its_addresses_never_used_again() -> 
             assert abs(later.address - address) >= NUM_BYTES
             assert not later.array.any()
     assert _held("kvxfer-left") == (0, 0)
+
+
+def test_memory_that_is_mapped_to_be_read_cannot_be_written() -> None:
+    with HostMemory.create(5000, "source") as source:
+        source.array[:] = 7
+        fd = os.open(f"/proc/self/fd/{source.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        with HostMemory.attach(fd, 5000, is_read_only=True) as mapped:
+            source.array[4999] = 8
+            assert (int(mapped.array[0]), int(mapped.array[4999])) == (7, 8)
+            with pytest.raises(ValueError, match="read-only"):
+                mapped.array[0] = 1
+        fd = os.open(f"/proc/self/fd/{source.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        with pytest.raises(HandoffError, match="cannot be mapped for reading and writing"):
+            HostMemory.attach(fd, 5000)

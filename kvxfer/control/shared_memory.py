@@ -47,21 +47,24 @@ def share(memory: PoolMemory) -> tuple[SharedMemory, list[int]]:
     return describe(memory), [memory.fd]
 
 
-def attach(shared: SharedMemory, fds: list[int], what: str, *, is_read_only: bool = False) -> HostMemory | MappedPool:
+def attach(
+    shared: SharedMemory, fds: list[int], what: str, *, is_read_only: bool = False, device_index: int | None = None
+) -> HostMemory | MappedPool:
     """Map what another process shares. Takes its descriptor, where it has one, from the front of `fds`; the mapping is
-    the caller's. `what` names it in errors. `is_read_only` holds for GPUs alone, as `map_pool` has it.
+    the caller's. `what` names it in errors. `is_read_only`: rows are only pulled from it; what that means for GPUs, and
+    `device_index`, is as in `map_pool`.
 
     Raises `HandoffError`; the descriptor is closed then.
     """
     if shared.has_fd and not fds:
         raise HandoffError(f"{what} descriptor: got none, expected one")
     if shared.gpu is None:
-        return HostMemory.attach(fds.pop(0), shared.num_bytes, what)
+        return HostMemory.attach(fds.pop(0), shared.num_bytes, what, is_read_only=is_read_only)
     if shared.gpu.num_bytes != shared.num_bytes:
         raise HandoffError(f"{what}: got a handle of {shared.gpu.num_bytes} bytes, expected {shared.num_bytes}")
     fd = fds.pop(0) if shared.has_fd else None
     try:
-        return map_pool(shared.gpu, fd, is_read_only=is_read_only)
+        return map_pool(shared.gpu, fd, is_read_only=is_read_only, device_index=device_index)
     finally:
         if fd is not None:
             os.close(fd)

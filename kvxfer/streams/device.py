@@ -202,11 +202,14 @@ def share_legacy(pool: DevicePool) -> PoolHandle:
     )
 
 
-def map_pool(handle: PoolHandle, fd: int | None = None, *, is_read_only: bool = False) -> MappedPool:
-    """Map a pool that another process shared, on the GPU that its handle names. `fd` stays the caller's.
+def map_pool(
+    handle: PoolHandle, fd: int | None = None, *, is_read_only: bool = False, device_index: int | None = None
+) -> MappedPool:
+    """Map a pool that another process shared. `fd` stays the caller's.
 
-    `is_read_only`: rows are only pulled from it, so map it without leave to write. Legacy handles and some drivers have
-    no such mappings; there it is writable all the same, and `MappedPool.is_read_only` says so.
+    `device_index`: the GPU that is to use it; None for the one on which it lies. `is_read_only`: rows are only pulled
+    from it, so map it without leave to write. Legacy handles and some drivers have no such mappings; there it is
+    writable all the same, and `MappedPool.is_read_only` says so.
 
     Raises `HandoffError` where that cannot be, with the remedy; nothing is mapped then.
     """
@@ -218,11 +221,17 @@ def map_pool(handle: PoolHandle, fd: int | None = None, *, is_read_only: bool = 
         raise HandoffError(
             f"pool: got {handle.num_bytes} bytes at {handle.offset_bytes}, expected a part of {handle.mapped_bytes}"
         )
-    device = find_gpu(handle.gpu_uuid)
-    if device is None:
+    owner_index = find_gpu(handle.gpu_uuid)
+    if owner_index is None:
         raise HandoffError(
             f"pool: got a handle of GPU {handle.gpu_uuid}, expected one of the GPUs that this process sees: give both "
             "processes the same GPU (CUDA_VISIBLE_DEVICES, the container's devices)"
+        )
+    device = gpu(owner_index if device_index is None else device_index)
+    if device.device_index != owner_index and not device.can_access(owner_index):
+        raise HandoffError(
+            f"pool: got memory of GPU {handle.gpu_uuid}, expected some that GPU {device.uuid} reaches: these two have "
+            "no peer access"
         )
     with device, _refusing("pool"):
         if fd is None:

@@ -98,6 +98,12 @@ class Gpu:
         attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(check("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(attribute, self.device)))
 
+    def can_access(self, device_index: int) -> bool:
+        """Whether kernels of this GPU reach memory of the one that this process knows under `device_index`."""
+        driver = cuda()
+        owner = check("cuDeviceGet", driver.cuDeviceGet(device_index))
+        return bool(check("cuDeviceCanAccessPeer", driver.cuDeviceCanAccessPeer(self.device, owner)))
+
     def register(self, memory: HostMemory) -> int:
         """Let the GPU read and write `memory`; the address by which it does. Until `unregister`.
 
@@ -138,11 +144,11 @@ def gpu(device_index: int) -> Gpu:
     return Gpu(device_index)
 
 
-def find_gpu(uuid: str) -> Gpu | None:
-    """The visible GPU with that UUID, or None."""
+def find_gpu(uuid: str) -> int | None:
+    """The index of the visible GPU with that UUID, or None. Makes no context there, which takes memory."""
     driver = cuda()
     for device_index in range(check("cuDeviceGetCount", driver.cuDeviceGetCount())):
         device = check("cuDeviceGet", driver.cuDeviceGet(device_index))
         if bytes(check("cuDeviceGetUuid", driver.cuDeviceGetUuid(device)).bytes).hex() == uuid:
-            return gpu(device_index)
+            return device_index
     return None

@@ -75,6 +75,32 @@ class FakeMemory(FakeCuda):
         return (0,)
 
 
+class TwoGpus(FakeMemory):
+    """A second GPU, which has no memory of its own here."""
+
+    def __init__(self, *, have_peer_access: bool) -> None:
+        super().__init__()
+        self.have_peer_access = have_peer_access
+        self.user: int | None = None
+
+    def cuDeviceGet(self, device_index: int) -> tuple[int, int]:
+        return 0, device_index
+
+    def cuDeviceGetCount(self) -> tuple[int, int]:
+        return 0, 2
+
+    def cuDeviceGetUuid(self, device: int) -> tuple[int, SimpleNamespace]:
+        return 0, SimpleNamespace(bytes=bytes.fromhex(("cd" * 16, HANDLE.gpu_uuid)[device]))
+
+    def cuDeviceCanAccessPeer(self, user: int, owner: int) -> tuple[int, int]:
+        assert (user, owner) == (0, 1)
+        return 0, int(self.have_peer_access)
+
+    def cuMemSetAccess(self, address: int, num_bytes: int, access: list[SimpleNamespace], count: int) -> tuple[int]:
+        self.user = access[0].location.id
+        return super().cuMemSetAccess(address, num_bytes, access, count)
+
+
 def install(cuda: FakeMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (driver, device):
         monkeypatch.setattr(module, "cuda", lambda: cuda)
@@ -97,6 +123,23 @@ def test_a_pool_to_pull_from_is_mapped_without_leave_to_write_where_that_can_be(
     assert (mapped.pool.address, mapped.pool.num_bytes) == (ADDRESS, 1000)
     assert cuda.held == ["imported", "reserved", "mapped"]
     mapped.close()
+    assert cuda.held == []
+
+
+def test_memory_of_another_gpu_is_mapped_for_the_one_that_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = TwoGpus(have_peer_access=True)
+    install(cuda, monkeypatch)
+    mapped = map_pool(HANDLE, 5, device_index=0)
+    assert (cuda.user, mapped.pool.device_index) == (0, 0)
+    mapped.close()
+    assert cuda.held == []
+
+
+def test_memory_of_a_gpu_without_peer_access_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = TwoGpus(have_peer_access=False)
+    install(cuda, monkeypatch)
+    with pytest.raises(HandoffError, match=f"memory of GPU {HANDLE.gpu_uuid}, expected .* no peer access"):
+        map_pool(HANDLE, 5, device_index=0)
     assert cuda.held == []
 
 
