@@ -47,7 +47,9 @@ def test_wrong_arguments_are_named(ask: Callable[[], object], told: str) -> None
 def test_what_is_no_pool_or_layout_is_refused_before_anybody_is_asked(
     tmp_path: Path, kind: type[PrefillClient | DecodeClient]
 ) -> None:
-    with pytest.raises(ContractError, match=r"^memory: got ndarray, expected a HostMemory, a MappedPool or a DevicePool"):
+    with pytest.raises(
+        ContractError, match=r"^memory: got ndarray, expected a HostMemory, a MappedPool or a DevicePool"
+    ):
         kind.connect(tmp_path, np.zeros(4), layout(), timeout_s=0.1)  # type: ignore[arg-type]
     with (
         HostMemory.create(4096, "pool") as memory,
