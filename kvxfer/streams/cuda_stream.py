@@ -7,19 +7,19 @@ for an order: load what you can before.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from kvxfer.errors import ContractError, TransportError
 from kvxfer.memory import HostMemory
-from kvxfer.streams.cuda_track import WAIT_GEQ, WRITE_DEFAULT, Track
+from kvxfer.streams.cuda_marks import CudaMarks
+from kvxfer.streams.cuda_track import Track
 from kvxfer.streams.device import DevicePool
-from kvxfer.streams.driver import Gpu, check, cuda, gpu
+from kvxfer.streams.driver import Gpu, cuda, gpu
 from kvxfer.streams.ring import (
     LINEAR,
     NUM_ENTRIES,
-    TIMELINE_OFFSET_BYTES,
     MemoryIndex,
     OrderCode,
     Ring,
@@ -75,21 +75,18 @@ class CudaRowStream:
         if max_ctas < 1 or num_streams < 1:
             raise ContractError(f"max_ctas, num_streams: got {max_ctas} and {num_streams}, expected at least 1 each")
         self._gpu = gpu(pool.device_index)
-        _check_abilities(self._gpu)
+        check_abilities(self._gpu)
         self._driver = cuda()
         self._ring = ring
         self._num_enqueued = 0
-        self._last_mark = ring.timeline
-        self._marked_on = 0  # the stream of the last mark
         self._is_closed = False
         self._registered: list[HostMemory] = []
-        self._event: Any = None
         self._tracks: list[Track] = []
-        self._marks: Any = None
+        self._marks: CudaMarks | None = None
         self._table = HostMemory.create(_TABLE_BYTES, "kvxfer-memories")
         try:
             self._make_tracks(num_streams, max_ctas, priority)
-            self._share(pool, slots)
+            self._share(pool, slots, priority)
         except BaseException:
             self._release()
             raise
@@ -101,21 +98,9 @@ class CudaRowStream:
             self._tracks[number % len(self._tracks)].enqueue(number)
 
     def mark(self, stream: object | None = None) -> int:
-        """`RowStream.mark`. `stream`: of torch, or a raw handle; None is torch's current stream.
-
-        Raises `ContractError` for what is no stream of this GPU, and `TransportError`.
-        """
-        handle = _stream_handle(stream, self._gpu.device_index)
-        value = self._last_mark + 1
-        with self._gpu:
-            if handle != self._marked_on and self._ring.timeline < self._last_mark:
-                handle = self._behind_last_mark(handle)
-            check(
-                "cuStreamWriteValue64",
-                self._driver.cuStreamWriteValue64(handle, self._timeline_address, value, WRITE_DEFAULT),
-            )
-        self._marked_on, self._last_mark = handle, value
-        return value
+        """`RowStream.mark`, as `CudaMarks.mark`."""
+        assert self._marks is not None
+        return self._marks.mark(stream)
 
     def set_memory(self, index: int, memory: HostMemory | DevicePool) -> None:
         """`RowStream.set_memory`. Host memory stays registered until `forget()` or `close()`. Raises
@@ -154,11 +139,6 @@ class CudaRowStream:
 
     def _make_tracks(self, num_streams: int, max_ctas: int, priority: int) -> None:
         """Make the streams, and run the kernels on each: on a ring of their own, told to skip, then to move a row."""
-        driver = self._driver
-        self._marks = self._gpu.create_stream(priority)
-        with self._gpu:
-            flags = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-            self._event = check("cuEventCreate", driver.cuEventCreate(flags))
         memories = self._register(self._table), MAX_MEMORIES
         ring = Ring.create(1, 16)
         ring.fill_lane(0, [_WARM_UP_ROW], np.empty(0, dtype=np.int64))
@@ -191,24 +171,14 @@ class CudaRowStream:
         if not np.array_equal(dst, src if code is OrderCode.RUN else np.zeros_like(src)):
             raise TransportError(f"move_rows: got wrong bytes for {code.name} on this GPU, first {dst[:8].tolist()}")
 
-    def _share(self, pool: DevicePool, slots: HostMemory | DevicePool) -> None:
+    def _share(self, pool: DevicePool, slots: HostMemory | DevicePool, priority: int) -> None:
         """Give the GPU the ring, the pool and the slots."""
         address = self._register(self._ring.memory)
-        self._timeline_address = address + TIMELINE_OFFSET_BYTES
+        self._marks = CudaMarks(self._gpu, self._ring, address, priority)
         for track in self._tracks:
             track.set_ring(self._ring, address)
         self.set_memory(MemoryIndex.POOL, pool)
         self.set_memory(MemoryIndex.SLOTS, slots)
-
-    def _behind_last_mark(self, handle: int) -> int:
-        """The stream for a mark that must not overtake one that is pending on another: it waits in the worker's place
-        until both streams have come there."""
-        driver = self._driver
-        check("cuEventRecord", driver.cuEventRecord(self._event, handle))
-        check("cuStreamWaitEvent", driver.cuStreamWaitEvent(self._marks, self._event, 0))
-        result = driver.cuStreamWaitValue64(self._marks, self._timeline_address, self._last_mark, WAIT_GEQ)
-        check("cuStreamWaitValue64", result)
-        return int(self._marks)
 
     def _register(self, memory: HostMemory) -> int:
         address = self._gpu.register(memory)
@@ -220,37 +190,20 @@ class CudaRowStream:
         driver = self._driver
         for track in self._tracks:
             track.close()
+        if self._marks is not None:
+            self._marks.close()
         with self._gpu:
-            if self._marks is not None:
-                driver.cuStreamDestroy(self._marks)
-            if self._event is not None:
-                driver.cuEventDestroy(self._event)
             for memory in self._registered:
                 driver.cuMemHostUnregister(memory.address)
-        self._tracks, self._marks, self._event = [], None, None
+        self._tracks, self._marks = [], None
         self._registered.clear()
         self._table.close()
 
 
-def _check_abilities(device: Gpu) -> None:
+def check_abilities(device: Gpu) -> None:
+    """Raise `TransportError` for a GPU that row streams cannot use."""
     if not device.attribute("CAN_USE_64_BIT_STREAM_MEM_OPS"):
         raise TransportError(
             f"GPU {device.device_index}: got no 64-bit stream memory operations, expected them for row streams: use a "
             "newer GPU or driver, or the path over host memory"
         )
-
-
-def _stream_handle(stream: object | None, device_index: int) -> int:
-    """The raw handle of a stream, as `CudaRowStream.mark` takes it."""
-    if isinstance(stream, int):
-        return stream
-    if stream is None:
-        import torch
-
-        return int(torch.cuda.current_stream(device_index).cuda_stream)
-    handle, device = getattr(stream, "cuda_stream", None), getattr(stream, "device_index", device_index)
-    if not isinstance(handle, int) or device != device_index:
-        raise ContractError(
-            f"stream: got {stream!r}, expected a torch.cuda.Stream of cuda:{device_index}, a raw handle, or None"
-        )
-    return handle

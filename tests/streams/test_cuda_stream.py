@@ -17,7 +17,7 @@ import kvxfer.kernels.moves
 from kvxfer.errors import ContractError, RegistrationError, TransportError
 from kvxfer.kernels.moves import CompiledKernel, CompiledMove
 from kvxfer.memory import HostMemory
-from kvxfer.streams import cuda_stream, cuda_track, driver
+from kvxfer.streams import cuda_marks, cuda_stream, cuda_track, driver
 from kvxfer.streams.cuda_stream import CudaRowStream
 from kvxfer.streams.device import DevicePool
 from kvxfer.streams.ring import LINEAR, OrderCode, Ring, Span
@@ -31,7 +31,7 @@ WHOLE = Span(64, 10, 16, 0, 128, LINEAR, 1, 0, LINEAR)
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     made = FakeCuda()
     monkeypatch.setattr(driver, "cuda", lambda: made)
-    for module in (cuda_stream, cuda_track):
+    for module in (cuda_marks, cuda_stream, cuda_track):
         monkeypatch.setattr(module, "cuda", lambda: made)
     compiled = CompiledMove(
         CompiledKernel(b"stage cubin", "stage", 11, 64, 0), CompiledKernel(b"move cubin", "move", 5, 64, 0)
