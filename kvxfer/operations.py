@@ -19,9 +19,12 @@ class CancelFlag:
     is_set: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SegmentSource:
-    """A chunk of one leg as one side's row mover sees it: its plan and where its rows lie in the worker's pool."""
+    """A chunk of one leg as one side's row mover sees it: its plan and where its rows lie in the worker's pool.
+
+    One object a chunk: an executor may keep what it has worked out for it as long as the object lives.
+    """
 
     plan: ChunkPlan
     addresses: tuple[BlockAddresses, ...]
@@ -57,7 +60,7 @@ def failed(operation: int, segment: int, problem: BaseException) -> Moved:
 
 class RowExecutor(Protocol):
     """Moves rows between one worker's pool and the agent's slots: threads on a mapped pool, or a stream that belongs
-    to whoever may touch the pool. Each move ends in one `Moved` of the agent's `RowMover`."""
+    to whoever may touch the pool. Each move ends in one `Moved`, of `look()` or of the agent's `RowMover`."""
 
     @property
     def timeline(self) -> int:
@@ -85,6 +88,11 @@ class RowExecutor(Protocol):
 
     def scatter(self, move: Move, slot: int, look: Callable[[], object] | None) -> None:
         """Put the segment that lies in `slot` into its rows, after `look`, called in a thread, has raised nothing."""
+        ...
+
+    def look(self) -> list[Moved]:
+        """Once a turn of the agent's loop: go on, and hand out moves that have ended and that its `RowMover` does not
+        report. Wakes the agent, by that, when there is something to look at."""
         ...
 
     def expect(self, num_moves: int, ready: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvxfer.control.handoff_listener import ReceivedPool
 from kvxfer.layout import Placement, PoolLayout
-from kvxfer.operations import RowExecutor
+from kvxfer.operations import Moved, RowExecutor
 from kvxfer.rows_host import ByteArray
 from kvxfer.streams.ring import OFFSETS_WORD, Ring
 
@@ -52,6 +52,10 @@ class PoolSeat:
         a core asks for moves."""
         assert self._rows is not None
         return self._rows
+
+    def look(self) -> list[Moved]:
+        """`RowExecutor.look`, where there is one."""
+        return [] if self._rows is None else self._rows.look()
 
     def array(self) -> ByteArray:
         """`[pool_bytes]` uint8 of the worker's pool, also of one that was lost and is still in use; empty where none is

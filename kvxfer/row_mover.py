@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,8 @@ class RowMover:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._moved: deque[Moved] = deque()
         self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()  # guards the next
+        self._is_told = False  # the event is set, or is just about to be
 
     def call(self, work: Callable[[], object]) -> Future[object]:
         """Call `work` as soon as a thread is free. Nothing is reported: that is left to the caller."""
@@ -29,7 +32,11 @@ class RowMover:
         """Hand out `moved` by `poll()`; None only wakes who waits for that. From any thread."""
         if moved is not None:
             self._moved.append(moved)
-        os.eventfd_write(self._event_fd, 1)
+        with self._lock:
+            must_tell = not self._is_told
+            self._is_told = True
+        if must_tell:
+            os.eventfd_write(self._event_fd, 1)
 
     def submit(self, operation: int, segment: int, cancel: CancelFlag, move: Callable[[], object]) -> None:
         """Call `move` as soon as a thread is free, unless `cancel` is set by then; its one `Moved` comes out of
@@ -39,10 +46,14 @@ class RowMover:
 
     def poll(self) -> list[Moved]:
         """Moves that have ended since the last call."""
+        if not self._is_told:
+            return []
         try:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
-            return []
+            return []  # who has reported is just about to set it
+        with self._lock:
+            self._is_told = False  # before the moves are taken: one that comes in between sets the event once more
         return [self._moved.popleft() for _ in range(len(self._moved))]
 
     def fileno(self) -> int:
@@ -93,6 +104,10 @@ class HostExecutor:
 
     def hold(self, is_held: bool) -> None:
         """Each move asks where its slot lies: nothing is held."""
+
+    def look(self) -> list[Moved]:
+        """All ends are reported by the `RowMover`."""
+        return []
 
     def expect(self, num_moves: int, ready: int) -> None:
         """Threads need not be told."""

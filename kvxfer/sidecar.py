@@ -19,7 +19,7 @@ from kvxfer.control.handoff_listener import ReceivedPool
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import Message, TransferEvent
 from kvxfer.errors import KvxferError, TransportError
-from kvxfer.operations import RowExecutor
+from kvxfer.operations import Moved, RowExecutor
 from kvxfer.ops.config import OpsConfig, SlotConfig, TransportConfig
 from kvxfer.ops.health import Ops, Pulse
 from kvxfer.row_mover import HostExecutor, RowMover
@@ -42,6 +42,10 @@ class Agent(WorkerAgent, Protocol):
 
     def is_drained(self) -> bool:
         """Whether nothing is open any more."""
+        ...
+
+    def poll(self, now: float) -> None:
+        """See which moves and writes have ended, whoever woke the loop."""
         ...
 
     def tick(self, now: float) -> None: ...
@@ -102,6 +106,7 @@ class Sidecar:
         self.watch(self.desk.channel, lambda now: self.desk.receive(self.drain, now))
         self.watch(self.desk.handoffs, self.desk.poll_handoffs)
         self._selector.add(self._stop_fd)
+        self._selector.add(self.mover)  # it only wakes the loop: every turn polls
 
     def renew_slots(self) -> None:
         """Move the slots to other memory, where nothing that a peer still does to the old ones can reach them.
@@ -149,6 +154,7 @@ class Sidecar:
                 handler = self._handlers.get(id(item))
                 if handler is not None:
                     handler(now)
+            self._agent.poll(now)
             # What has arrived comes before the clock; a flood that does not end delays it by one tick.
             if now >= tick_at + (TICK_S if self._has_backlog else 0.0):
                 tick_at = now + TICK_S
@@ -227,6 +233,10 @@ class Sidecar:
     def rows(self) -> RowExecutor:
         """`PoolSeat.rows`."""
         return self.desk.seat.rows
+
+    def poll_moves(self) -> list[Moved]:
+        """Moves of the worker's rows that have ended since the last call."""
+        return self.desk.seat.look() + self.mover.poll()
 
     def pool_array(self) -> ByteArray:
         """`PoolSeat.array`."""

@@ -67,6 +67,9 @@ class IdleAgent:
     def is_drained(self) -> bool:
         return self.has_drained
 
+    def poll(self, *_: object) -> None:
+        self.sidecar.poll_moves()
+
     def tick(self, *_: object) -> None:
         self.told.append("tick")
 

@@ -38,7 +38,9 @@ class _Agent(IdleAgent):
         super().__init__(path)
         self.moved: list[Moved] = []
         self.answer = self._scatter
-        self.sidecar.watch(self.sidecar.mover, lambda _: self.moved.extend(self.sidecar.mover.poll()))
+
+    def poll(self, *_: object) -> None:
+        self.moved += self.sidecar.poll_moves()
 
     def _scatter(self, message: Message) -> WorkerReply:
         if isinstance(message, Open):

@@ -57,7 +57,6 @@ class DecodeAgent:
         self._core.slots_lie_in(self._sidecar.region.region_id)
         self.public_key = credentials.keys.public
         self._links = SourceLinks(config, credentials, self._sidecar, self._core)
-        self._sidecar.watch(self._sidecar.mover, self._poll_scatters)
         self.ops = self._sidecar.ops
         self.ops.serve(self.figures)
 
@@ -209,6 +208,7 @@ class DecodeAgent:
         )
         self._sidecar.mover.submit(pull.operation, pull.segment, pull.cancel, move)
 
-    def _poll_scatters(self, now: float) -> None:
-        for moved in self._sidecar.mover.poll():
+    def poll(self, now: float) -> None:
+        """See which moves have ended."""
+        for moved in self._sidecar.poll_moves():
             self._core.scatter_ended(moved.operation, now, moved.busy_s, moved.error, is_corrupt=moved.is_corrupt)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from functools import partial
 
-import numpy as np
-
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import (
     AbortTransfer,
@@ -33,10 +31,11 @@ from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.leg import Mode
 from kvxfer.prefill.links import PeerLinks
 from kvxfer.prefill.pull_server import PullServer
+from kvxfer.prefill.writes import Writes
 from kvxfer.sidecar import Sidecar
 from kvxfer.slots import SENDER_MOVES, SlotTable
 from kvxfer.transfer import Reason
-from kvxfer.transports.base import Outcome, Region, RegionDescriptor, WriteBatch
+from kvxfer.transports.base import Region, RegionDescriptor
 
 _ROTATE_EVERY_S = 5.0
 _LATE_OPENS_S = 2.0  # a router hands a ticket on, and a decode worker opens it, within this time
@@ -47,10 +46,9 @@ class PrefillAgent:
 
     def __init__(self, config: PrefillConfig) -> None:
         """Listen, make the slots, start the engine. Raises `ConfigError`, `EngineMissingError`, `TransportError`."""
-        self._writes: dict[int, Write] = {}
         self._raw_region: RegionDescriptor | None = None
         self._rotate_at = 0.0
-        self._must_rotate = False  # before another pool is taken: the engine may read what it must not
+        self._must_rotate = False  # before another pool is taken: the engine may still send pages that slots have left
         self._has_fresh_slots = False  # since the worker was lost
         self._listen_until = 0.0  # for those who open tickets that the drain has ended
         self._mode = Mode(config.mode)
@@ -86,8 +84,8 @@ class PrefillAgent:
         self._core = PrefillCore(SlotTable(config.slots.num_slots, SENDER_MOVES), self._mode, leases)
         pull_path = self._pulls.path if self._pulls is not None else ""
         self._links = PeerLinks(listener, self._sidecar, self._core, config.peer_timeout_s, pull_path)
-        self._sidecar.watch(self._sidecar.mover, self._poll_gathers)
-        self._sidecar.watch(self._sidecar.transport, self._poll_writes)
+        self._writes = Writes(self._sidecar, self._links, self._core)
+        self._sidecar.watch(self._sidecar.transport, self._writes.poll)
         self.ops = self._sidecar.ops
         self.ops.serve(self.figures)
 
@@ -229,9 +227,9 @@ class PrefillAgent:
         """Whether the engine reads nothing any more that it must not: the pool, by a raw write with an unknown end, or
         pages that the slots have left. Only a new engine proves that."""
         now = time.monotonic()
-        if self._must_rotate and now >= self._rotate_at:
+        if (self._must_rotate or self._writes.may_still_read) and now >= self._rotate_at:
             self._rotate(now)
-        return not self._must_rotate
+        return not (self._must_rotate or self._writes.may_still_read)
 
     def _source(self) -> Source:
         return Source(endpoint=self.endpoint, incarnation=self.incarnation, key=self.public_key)
@@ -253,8 +251,8 @@ class PrefillAgent:
         except TransportError:
             self._sidecar.log.exception("cannot replace the engine")
             return
-        self._poll_writes(now)  # those that the old engine took with it are reported by now
-        self._must_rotate = False
+        self._writes.poll(now)  # those that the old engine took with it are reported by now
+        self._must_rotate = self._writes.may_still_read = False
         self._core.rotated(now)
 
     def perform(self, now: float) -> None:
@@ -269,7 +267,7 @@ class PrefillAgent:
                     case Gather():
                         self._gather(action)
                     case Write():
-                        self._write(action, now)
+                        self._writes.post(action, now)
         self._tell_outlook()
 
     def _tell_outlook(self) -> None:
@@ -290,51 +288,12 @@ class PrefillAgent:
         move = Move(gather.operation, gather.source, gather.segment, gather.cancel)
         self._sidecar.rows.gather(move, gather.slot, look)
 
-    def _write(self, write: Write, now: float) -> None:
-        """Post a write, unless its leg was stopped just now."""
-        if write.cancel.is_set or write.peer not in self._links:
-            self._core.write_ended(write.operation, Outcome.FAILED, "was not posted", now)
-            return
-        try:
-            write_id = self._sidecar.transport.submit_write(write.peer, self._batch(write))
-        except TransportError as error:
-            self._core.write_ended(write.operation, Outcome.FAILED, str(error), now)
-            return
-        self._writes[write_id] = write
-
-    def _batch(self, write: Write) -> WriteBatch:
-        hello = self._links.hello(write.peer)
-        region = RegionDescriptor(hello.region_id, hello.region_bytes)
-        dst_offset = write.notice.slot * hello.slot_bytes
-        if write.runs is None:
-            assert write.src_slot is not None
-            src = np.array([self._sidecar.slots.address(write.src_slot)], dtype=np.uint64)
-            lengths = np.array([write.notice.num_bytes], dtype=np.uint64)
-            return WriteBatch(region, src, np.array([dst_offset], dtype=np.uint64), lengths)
-        runs = write.runs
-        src = runs.src_offsets.astype(np.uint64) + np.uint64(self._sidecar.pool_array().ctypes.data)
-        dst = runs.slot_offsets.astype(np.uint64) + np.uint64(dst_offset)
-        return WriteBatch(region, src, dst, runs.lengths.astype(np.uint64))
-
-    def _poll_gathers(self, now: float) -> None:
+    def poll(self, now: float) -> None:
+        """See which writes and moves have ended."""
+        self._writes.poll(now)
         self._look_at_timeline(now)
-        for moved in self._sidecar.mover.poll():
-            packed_digest = moved.result if isinstance(moved.result, bytes) else b""
+        for moved in self._sidecar.poll_moves():
+            found = moved.result if isinstance(moved.result, bytes) else b""
             self._core.gather_ended(
-                moved.operation, now, moved.busy_s, moved.error, was_begun=moved.was_begun, digest=packed_digest
+                moved.operation, now, moved.busy_s, moved.error, was_begun=moved.was_begun, digest=found
             )
-
-    def _poll_writes(self, now: float) -> None:
-        for completion in self._sidecar.transport.poll():
-            write = self._writes.pop(completion.write_id, None)
-            if write is None:
-                self._links.probe_ended(completion, now)
-                continue
-            # A write that was still under way when its leg stopped, at the latest at the deadline, may have read pages
-            # that hold other rows by then: nobody is told of it.
-            if completion.outcome is Outcome.DONE and not write.cancel.is_set:
-                # The engine has proven the bytes to be in the peer's memory: only now is the peer told.
-                self._links.send(write.peer, write.notice)
-            elif completion.outcome is Outcome.UNKNOWN and write.runs is not None:
-                self._must_rotate = True
-            self._core.write_ended(write.operation, completion.outcome, completion.detail, now)

@@ -20,7 +20,7 @@ from kvxfer.ownership import Int64Array
 from kvxfer.segments import Block, ChunkPlan, Piece
 from kvxfer.streams.ring import LINEAR, MAX_SPANS, SPAN_WORDS
 
-_MAX_WORD_BYTES = 16
+MAX_WORD_BYTES = 16
 _LAYER, _FIRST_ROW, _END_ROW, _SLOT_OFFSET = range(1, 5)  # columns of pieces as an array, `[num_pieces, 5]`
 
 
@@ -128,7 +128,7 @@ def _block_words(
     words[:, 1] = num_rows.sum() if must_fold else num_rows
     bits = _place(words[:, 3:6], src, pieces[0].block_idx, block, cut, tables, must_fold=must_fold)
     bits = bits | _place(words[:, 6:9], dst, pieces[0].block_idx, block, cut, tables, must_fold=must_fold)
-    bits = bits | (block.row_bytes | _MAX_WORD_BYTES)
+    bits = bits | (block.row_bytes | MAX_WORD_BYTES)
     words[:, 2] = bits & -bits
     return words
 

@@ -7,25 +7,20 @@ be needed are skipped at once, so that its stream is not left waiting.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from weakref import WeakKeyDictionary
 
 from kvxfer.errors import LayoutError
 from kvxfer.operations import Move, Moved, MoveReports, SegmentSource, failed
+from kvxfer.streams.chunk_orders import ChunkOrders
 from kvxfer.streams.ring import MemoryIndex, OrderCode, Ring
-from kvxfer.streams.spans import Order, PoolSide, SlotSide, segment_orders
-
-_FIRST_NAP_S: Final = 50e-6
-_MAX_NAP_S: Final = 1e-3
-_MAX_LAZY_NAP_S: Final = 25e-3
-_LOOKS_PER_NAP: Final = 20  # without news, before naps get longer
-_MAX_DOUBLINGS: Final = 10  # of naps, however long there is no news
+from kvxfer.streams.ring_watch import Awaited, RingWatch
+from kvxfer.streams.spans import Order, PoolSide, SlotSide
 
 _Look = Callable[[], object]
 
@@ -52,9 +47,9 @@ class _Running:
 
 
 class StreamMover:
-    """A `RowExecutor` for one worker's ring, with a thread that looks at its words while something is open.
+    """A `RowExecutor` for one worker's ring. All of it is called from the agent's loop; `RingWatch` wakes that.
 
-    All but `close()` is called from the agent's loop. `ring` stays the caller's and must outlive `close()`.
+    `ring` stays the caller's and must outlive `close()`.
     """
 
     has_timeline = True
@@ -69,9 +64,14 @@ class StreamMover:
         self._pool_bytes = pool_bytes
         self._slot_bytes = slot_bytes
         self._want_entries = want_entries
-        self._changed = threading.Condition()  # guards all below
+        # The orders of chunks, as long as somebody has the chunk.
+        self._gathers: WeakKeyDictionary[SegmentSource, ChunkOrders] = WeakKeyDictionary()
+        self._scatters: WeakKeyDictionary[SegmentSource, ChunkOrders] = WeakKeyDictionary()
+        self._pulls: WeakKeyDictionary[SegmentSource, ChunkOrders] = WeakKeyDictionary()
         self._waiting: deque[_Operation] = deque()  # with orders that no entry has yet, the first one first
         self._running: deque[_Running] = deque()  # in the order of their numbers
+        self._ended: list[Moved] = []  # and handed out by the next `look`
+        self._checked: deque[tuple[_Operation, BaseException | None]] = deque()  # whose slot was looked at, by threads
         self._free_lanes = list(range(ring.num_lanes))
         self._next_number = 0  # of the entry that gets an order next
         self._num_checked = 0  # orders of operations whose slot is looked at first
@@ -80,10 +80,8 @@ class StreamMover:
         self._ready = 0
         self._error: str | None = None
         self._is_held = False
-        self._is_closed = False
         self._may_still_move = False
-        self._thread = threading.Thread(target=self._watch, name="kvxfer-stream-mover", daemon=True)
-        self._thread.start()
+        self._watch = RingWatch(ring, lambda: mover.report(None))
 
     @property
     def timeline(self) -> int:
@@ -97,43 +95,56 @@ class StreamMover:
 
     def hold(self, is_held: bool) -> None:
         """`RowExecutor.hold`."""
-        with self._changed:
-            self._is_held = is_held
-            self._look()
-            self._changed.notify()
+        self._is_held = is_held
+        self._advance()
 
     # ---- moves ----
 
     def gather(self, move: Move, slot: int, look: _Look | None) -> None:
         """`RowExecutor.gather`."""
-        self._submit(move, self._pool_side(move.source), self._slot_side(slot), look_after=look)
+        orders = self._gathers.get(move.source)
+        if orders is None:
+            orders = self._plan(move, self._pool_side(move.source), self._slots_side())
+            self._gathers[move.source] = orders
+        self._submit(move, orders, slot * self._slot_bytes, look_after=look)
 
     def scatter(self, move: Move, slot: int, look: _Look | None) -> None:
         """`RowExecutor.scatter`."""
-        self._submit(move, self._slot_side(slot), self._pool_side(move.source), look_before=look)
+        orders = self._scatters.get(move.source)
+        if orders is None:
+            orders = self._plan(move, self._slots_side(), self._pool_side(move.source))
+            self._scatters[move.source] = orders
+        self._submit(move, orders, slot * self._slot_bytes, look_before=look)
 
     def pull(self, move: Move, src: PoolSide, look: _Look | None) -> None:
         """Copy a segment straight out of a peer's pool, which the stream's owner has mapped, then call `look` in a
-        thread: what it raises makes the rows worthless."""
-        self._submit(move, src, self._pool_side(move.source), look_after=look)
+        thread: what it raises makes the rows worthless. All segments of a chunk come from the same `src`."""
+        orders = self._pulls.get(move.source)
+        if orders is None:
+            orders = self._plan(move, src, self._pool_side(move.source))
+            self._pulls[move.source] = orders
+        self._submit(move, orders, 0, look_after=look)
+
+    def _plan(self, move: Move, src: PoolSide | SlotSide, dst: PoolSide | SlotSide) -> ChunkOrders:
+        return ChunkOrders(move.source.plan, src, dst, self._ring.max_offsets)
 
     def _pool_side(self, source: SegmentSource) -> PoolSide:
         return PoolSide(MemoryIndex.POOL, self._pool_bytes, source.addresses)
 
-    def _slot_side(self, slot: int) -> SlotSide:
-        return SlotSide(MemoryIndex.SLOTS, self._slot_bytes, slot * self._slot_bytes)
+    def _slots_side(self) -> SlotSide:
+        return SlotSide(MemoryIndex.SLOTS, self._slot_bytes, 0)
 
     def _submit(
         self,
         move: Move,
-        src: PoolSide | SlotSide,
-        dst: PoolSide | SlotSide,
+        orders_of: ChunkOrders,
+        slot_first_byte: int,
         *,
         look_before: _Look | None = None,
         look_after: _Look | None = None,
     ) -> None:
         try:
-            orders = segment_orders(move.source.plan, move.segment, src, dst, self._ring.max_offsets)
+            orders = orders_of.segment(move.segment, slot_first_byte)
         except LayoutError as error:
             self._mover.report(failed(move.operation, move.segment, error))
             return
@@ -141,72 +152,68 @@ class StreamMover:
         if look_before is None:
             self._add(operation)
             return
-        with self._changed:
-            self._num_checked += len(orders)
-        self._mover.call(look_before).add_done_callback(partial(self._checked, operation))
+        self._num_checked += len(orders)
+        self._mover.call(look_before).add_done_callback(partial(self._slot_checked, operation))
 
-    def _checked(self, operation: _Operation, future: Future[object]) -> None:
-        """The slot of a scatter was looked at."""
+    def _slot_checked(self, operation: _Operation, future: Future[object]) -> None:
+        """The slot of a scatter was looked at. Called by the thread that did."""
         if future.cancelled():
             return  # the agent's threads are being closed
-        problem = future.exception()
-        with self._changed:
-            self._num_checked -= len(operation.orders)
-            if problem is None:
-                self._add(operation)
-            else:
-                self._mover.report(failed(operation.move.operation, operation.move.segment, problem))
-                self._changed.notify()
+        self._checked.append((operation, future.exception()))
+        self._mover.report(None)
 
     def _add(self, operation: _Operation) -> None:
-        with self._changed:
-            if self._error is not None:
-                self._mover.report(Moved(operation.move.operation, 0.0, self._error, was_begun=True))
-                return
-            self._waiting.append(operation)
-            self._look()
-            self._changed.notify()
+        """Its orders go to entries with the next `expect`."""
+        if self._error is not None:
+            self._mover.report(Moved(operation.move.operation, 0.0, self._error, was_begun=True))
+            return
+        self._waiting.append(operation)
 
     def expect(self, num_moves: int, ready: int) -> None:
         """`RowExecutor.expect`."""
-        with self._changed:
-            has_changed = (num_moves, ready) != (self._num_expected, self._ready)
-            self._num_expected, self._ready = num_moves, ready
-            num_needed = self._num_needed()
-            is_short = num_needed > self._num_wanted and self._error is None
-            if is_short:
-                self._num_wanted = num_needed
-            if has_changed:
-                self._changed.notify()
+        self._num_expected, self._ready = num_moves, ready
+        num_needed = self._num_needed()
+        is_short = num_needed > self._num_wanted and self._error is None
         if is_short:
+            self._num_wanted = num_needed
             self._want_entries(num_needed)
+        self._cancel()
+        self._advance()
+        if self._ended:
+            self._mover.report(None)
+
+    def look(self) -> list[Moved]:
+        """`RowExecutor.look`."""
+        self._take_checked()
+        self._end_done()
+        self._cancel()
+        self._advance()
+        ended, self._ended = self._ended, []
+        return ended
 
     # ---- ends ----
 
     def stop(self, error: str) -> None:
         """`RowExecutor.stop`. A stream that still runs is left nothing to wait for."""
-        with self._changed:
-            self._end_done()  # an owner that left in good order has ended them all
-            self._may_still_move = bool(self._running)
-            self._error = error
-            self._num_expected = self._ready = 0
-            operations = list(dict.fromkeys([*(each.operation for each in self._running), *self._waiting]))
-            self._waiting.clear()
-            self._skip_all()
-            self._running.clear()
-            for operation in operations:
-                self._mover.report(Moved(operation.move.operation, 0.0, error, was_begun=True))
+        self._end_done()  # an owner that left in good order has ended them all
+        self._may_still_move = bool(self._running)
+        self._error = error
+        self._num_expected = self._ready = 0
+        operations = list(dict.fromkeys([*(each.operation for each in self._running), *self._waiting]))
+        self._waiting.clear()
+        self._skip_all()
+        self._running.clear()
+        self._watch.wait_for(None)
+        self._ended += [Moved(each.move.operation, 0.0, error, was_begun=True) for each in operations]
+        self._mover.report(None)
 
     def close(self) -> None:
         """Skip whatever is enqueued, so that no stream is left waiting, and end the thread. Nothing is reported any
         more. Calling it again does nothing."""
-        with self._changed:
-            self._is_closed = True
-            self._waiting.clear()
-            self._skip_all()
-            self._running.clear()
-            self._changed.notify()
-        self._thread.join()
+        self._waiting.clear()
+        self._skip_all()
+        self._running.clear()
+        self._watch.close()
 
     def _skip_all(self) -> None:
         for running in self._running:
@@ -214,53 +221,52 @@ class StreamMover:
         while self._next_number < self._num_enqueued():
             self._skip_next()
 
-    # ---- the thread, and what it does with the lock held ----
+    # ---- a turn of the loop ----
 
-    def _watch(self) -> None:
-        num_idle = 0
-        with self._changed:
-            while not self._is_closed:
-                num_idle = 0 if self._look() else num_idle + 1
-                if not self._is_open():
-                    num_idle = 0
-                    self._changed.wait()
-                elif self._changed.wait(_nap_s(num_idle, is_urgent=self._is_urgent())):
-                    num_idle = 0
-
-    def _is_open(self) -> bool:
-        """Whether a word may change that somebody waits for."""
+    def _advance(self) -> None:
+        """Give the orders for which there are entries, and let the loop be woken for what comes next."""
         if self._error is not None:
-            return False
-        return self._is_urgent() or self._num_wanted > self._num_needed()
+            return
+        self._give()
+        is_short = bool(self._waiting and self._free_lanes and not self._is_held)
+        has_surplus = self._num_wanted > self._num_needed()
+        if not (self._running or is_short or has_surplus or self._ready):
+            self._watch.wait_for(None)
+            return
+        self._watch.wait_for(
+            Awaited(
+                done=self._running[0].number if self._running else None,
+                enqueued=self._next_number + 1 if is_short or has_surplus else None,
+                timeline=self._ready or None,
+                is_urgent=bool(self._running or self._waiting or self._ready),
+            )
+        )
 
-    def _is_urgent(self) -> bool:
-        """Whether a transfer waits for a word."""
-        return bool(self._running or self._waiting or self._ready)
+    def _take_checked(self) -> None:
+        """Scatters whose slots were looked at meanwhile."""
+        while self._checked:
+            operation, problem = self._checked.popleft()
+            self._num_checked -= len(operation.orders)
+            if problem is None:
+                self._add(operation)
+            else:
+                self._ended.append(failed(operation.move.operation, operation.move.segment, problem))
 
-    def _look(self) -> bool:
-        """Do what has become possible; whether anything was."""
-        has_ended = self._end_done()
-        has_cancelled = self._cancel()
-        has_given = self._give()
-        if self._ready and self._ring.timeline >= self._ready:
-            self._ready = 0
-            self._mover.report(None)
-        return has_ended or has_cancelled or has_given
-
-    def _end_done(self) -> bool:
-        num_before = len(self._running)
+    def _end_done(self) -> None:
         while self._running and self._ring.is_done(self._running[0].number):
             running = self._running.popleft()
             self._free_lanes.append(running.lane)
             running.operation.num_running -= 1
             self._end_if_over(running.operation)
-        return len(self._running) < num_before
 
-    def _cancel(self) -> bool:
+    def _cancel(self) -> None:
         """Orders whose flag is set: those that no entry has are dropped, the others skipped if they have not begun."""
-        operations = dict.fromkeys([*self._waiting, *(running.operation for running in self._running)])
-        cancelled = [each for each in operations if each.move.cancel.is_set and not each.is_cancelled]
-        for operation in cancelled:
+        operations = [*self._waiting, *(running.operation for running in self._running)]
+        if not any(each.move.cancel.is_set for each in operations):
+            return
+        for operation in dict.fromkeys(operations):
+            if not operation.move.cancel.is_set or operation.is_cancelled:
+                continue
             operation.is_cancelled = True
             operation.orders.clear()
             if operation in self._waiting:
@@ -269,11 +275,10 @@ class StreamMover:
                 if running.operation is operation:
                     self._ring.order(running.number, OrderCode.SKIP)
             self._end_if_over(operation)
-        return bool(cancelled)
 
-    def _give(self) -> bool:
+    def _give(self) -> None:
         """Give orders to entries that have none, and skip those that nothing will follow for."""
-        first_number, num_enqueued = self._next_number, self._num_enqueued()
+        num_enqueued = self._num_enqueued()
         while self._waiting and self._free_lanes and self._next_number < num_enqueued and not self._is_held:
             operation = self._waiting[0]
             order = operation.orders.popleft()
@@ -288,7 +293,6 @@ class StreamMover:
             self._next_number += 1
         while self._next_number < num_enqueued and self._num_wanted > self._num_needed():
             self._skip_next()
-        return self._next_number > first_number
 
     def _skip_next(self) -> None:
         self._ring.order(self._next_number, OrderCode.SKIP)
@@ -309,14 +313,14 @@ class StreamMover:
         number = operation.move.operation
         if self._ring.has_ended:
             # Its owner may have skipped it before the order was there.
-            self._mover.report(Moved(number, 0.0, "the worker's stream has ended", was_begun=True))
+            self._ended.append(Moved(number, 0.0, "the worker's stream has ended", was_begun=True))
             return
         if operation.is_cancelled:
-            self._mover.report(Moved(number, 0.0, None, was_begun=False))
+            self._ended.append(Moved(number, 0.0, None, was_begun=False))
             return
         busy_s = time.perf_counter() - operation.began_s
         if operation.look_after is None:
-            self._mover.report(Moved(number, busy_s, None, was_begun=True))
+            self._ended.append(Moved(number, busy_s, None, was_begun=True))
             return
         self._mover.call(operation.look_after).add_done_callback(partial(self._looked, operation.move, busy_s))
 
@@ -329,10 +333,3 @@ class StreamMover:
             self._mover.report(failed(move.operation, move.segment, problem))
         else:
             self._mover.report(Moved(move.operation, busy_s, None, was_begun=True, result=future.result()))
-
-
-def _nap_s(num_idle: int, *, is_urgent: bool) -> float:
-    """How long to sleep after so many looks without news. Not urgent are entries that a worker was asked for in vain
-    and has not enqueued yet: it may be silent for hours, and only its stream would wait for them."""
-    nap_s: float = _FIRST_NAP_S * 2 ** min(num_idle // _LOOKS_PER_NAP, _MAX_DOUBLINGS)
-    return min(nap_s, _MAX_NAP_S if is_urgent else _MAX_LAZY_NAP_S)

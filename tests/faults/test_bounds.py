@@ -51,12 +51,12 @@ def test_a_pool_that_an_unproven_raw_write_may_read_is_not_unmapped_before_a_rot
         world.submit(request, 0, 20)
         seat, client = world.prefill.pop()
         assert client.wait(request.ticket, WAIT_S).reason is Reason.WRITE_UNKNOWN
-        assert agent._must_rotate
+        assert agent._writes.may_still_read
         num_rotations = transport.counters.num_rotations
         client.close()
         _until(lambda: agent._sidecar.pool is None and not agent._sidecar.desk.seat.is_leaving)
         assert transport.counters.num_rotations == num_rotations + 1
-        assert not agent._must_rotate
+        assert not agent._writes.may_still_read
         assert not transport._writes
         time.sleep(0.5)
         transport._faults = LoopbackFaults()

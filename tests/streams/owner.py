@@ -73,14 +73,19 @@ class Owner:
     def move(self, operation: int, source: SegmentSource, segment: int = 0, cancel: CancelFlag | None = None) -> Move:
         return Move(operation, source, segment, cancel or CancelFlag())
 
+    def poll(self) -> list[Moved]:
+        """What a turn of the agent's loop finds."""
+        return self.mover.look() + self.threads.poll()
+
     def wait(self, num_moves: int) -> list[Moved]:
         """The next ends."""
         moved: list[Moved] = []
         deadline_s = time.monotonic() + WAIT_S
         while len(moved) < num_moves:
             assert time.monotonic() < deadline_s, f"only {moved} of {num_moves} moves have ended"
-            if select.select([self.threads.fileno()], [], [], 0.1)[0]:
-                moved += self.threads.poll()
+            moved += self.poll()
+            if len(moved) < num_moves:
+                select.select([self.threads.fileno()], [], [], 0.01)
         return moved
 
     def wait_until_drained(self) -> None:
@@ -88,6 +93,7 @@ class Owner:
         deadline_s = time.monotonic() + WAIT_S
         while self.num_enqueued and not self.agent_ring.is_done(self.num_enqueued - 1):
             assert time.monotonic() < deadline_s, "the stream is left waiting"
+            assert not self.mover.look(), "a move has ended, and nobody waits for it"
             time.sleep(0.001)
 
     def slot(self, slot: int) -> np.ndarray:

@@ -14,7 +14,6 @@ import pytest
 from kvxfer.errors import IntegrityError
 from kvxfer.operations import CancelFlag, SegmentSource
 from kvxfer.rows_host import gather_segment
-from kvxfer.streams import stream_mover
 from kvxfer.streams.ring import OrderCode
 from kvxfer.streams.spans import PoolSide
 from kvxfer.wire import BlockAddresses
@@ -111,7 +110,7 @@ def test_entries_are_asked_for_before_their_moves_come(slow: Owner) -> None:
     slow.mover.gather(slow.move(1, chunk_of(4)), 0, None)
     slow.mover.expect(4, 0)
     assert slow.num_wanted == 5
-    assert slow.threads.poll() == []
+    assert slow.poll() == []
     slow.feed()
     slow.wait(1)
 
@@ -217,9 +216,10 @@ def test_a_move_with_an_entry_is_over_when_its_entry_is(slow: Owner) -> None:
     slow.agent_ring.set_num_enqueued(2)  # as one whose stream is busy elsewhere
     for operation, cancel in enumerate(flags):
         slow.mover.gather(slow.move(operation, chunk_of(16), cancel=cancel), operation, None)
+    slow.mover.expect(0, 0)
     flags[1].is_set = True
     time.sleep(0.02)
-    assert slow.threads.poll() == []
+    assert slow.poll() == []
     slow.feed()
     assert [(each.operation, each.was_begun) for each in slow.wait(2)] == [(0, True), (1, False)]
     assert slow.slot(0).any()
@@ -256,11 +256,11 @@ def test_the_agent_is_woken_once_the_timeline_is_reached(owner: Owner) -> None:
     owner.mover.expect(0, 2)
     owner.stream.mark()
     time.sleep(0.01)
-    assert owner.threads.poll() == []
+    assert owner.poll() == []
     assert owner.mover.timeline == 1
     owner.stream.mark()
     assert select.select([owner.threads.fileno()], [], [], 10.0)[0], "nobody was woken"
-    assert owner.threads.poll() == []
+    assert owner.poll() == []
     assert owner.mover.timeline == 2
 
 
@@ -277,15 +277,6 @@ def test_random_moves_and_cancels_all_end_and_leave_nothing(seed: int) -> None:
             owner.mover.expect(0, 0)
             cancel.is_set = rng.random() < 0.3
             if rng.random() < 0.5:
-                num_ended += len(owner.threads.poll())
+                num_ended += len(owner.poll())
         owner.wait(200 - num_ended)
         owner.wait_until_drained()
-
-
-@pytest.mark.parametrize(("is_urgent", "longest_s"), [(True, 0.001), (False, 0.025)])
-def test_naps_get_longer_and_never_end_the_thread(is_urgent: bool, longest_s: float) -> None:
-    """A word that nobody writes is looked at for as long as that takes: here for half a year."""
-    naps_s = [stream_mover._nap_s(num_idle, is_urgent=is_urgent) for num_idle in (0, 20, 40, 1 << 14, 1 << 34)]
-    assert naps_s == sorted(naps_s)
-    assert 0.0 < naps_s[0] < 0.0001
-    assert naps_s[-2:] == [longest_s, longest_s]

@@ -1,0 +1,66 @@
+"""Writes between the core, which asks for them, and the engine."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvxfer.errors import TransportError
+from kvxfer.prefill.actions import Write
+from kvxfer.prefill.core import PrefillCore
+from kvxfer.prefill.links import PeerLinks
+from kvxfer.sidecar import Sidecar
+from kvxfer.transports.base import Outcome, RegionDescriptor, WriteBatch
+
+
+class Writes:
+    """Posts writes and reports their ends to the core; the peer hears of those that are done."""
+
+    def __init__(self, sidecar: Sidecar, links: PeerLinks, core: PrefillCore) -> None:
+        self._sidecar = sidecar
+        self._links = links
+        self._core = core
+        self._posted: dict[int, Write] = {}
+        self.may_still_read = False
+        """A raw write has an unknown end: the engine may read the worker's pool until it is made anew."""
+
+    def post(self, write: Write, now: float) -> None:
+        """Post a write, unless its leg was stopped just now."""
+        if write.cancel.is_set or write.peer not in self._links:
+            self._core.write_ended(write.operation, Outcome.FAILED, "was not posted", now)
+            return
+        try:
+            write_id = self._sidecar.transport.submit_write(write.peer, self._batch(write))
+        except TransportError as error:
+            self._core.write_ended(write.operation, Outcome.FAILED, str(error), now)
+            return
+        self._posted[write_id] = write
+
+    def _batch(self, write: Write) -> WriteBatch:
+        hello = self._links.hello(write.peer)
+        region = RegionDescriptor(hello.region_id, hello.region_bytes)
+        dst_offset = write.notice.slot * hello.slot_bytes
+        if write.runs is None:
+            assert write.src_slot is not None
+            src = np.array([self._sidecar.slots.address(write.src_slot)], dtype=np.uint64)
+            lengths = np.array([write.notice.num_bytes], dtype=np.uint64)
+            return WriteBatch(region, src, np.array([dst_offset], dtype=np.uint64), lengths)
+        runs = write.runs
+        src = runs.src_offsets.astype(np.uint64) + np.uint64(self._sidecar.pool_array().ctypes.data)
+        dst = runs.slot_offsets.astype(np.uint64) + np.uint64(dst_offset)
+        return WriteBatch(region, src, dst, runs.lengths.astype(np.uint64))
+
+    def poll(self, now: float) -> None:
+        """See which have ended."""
+        for completion in self._sidecar.transport.poll():
+            write = self._posted.pop(completion.write_id, None)
+            if write is None:
+                self._links.probe_ended(completion, now)
+                continue
+            # A write that was still under way when its leg stopped, at the latest at the deadline, may have read pages
+            # that hold other rows by then: nobody is told of it.
+            if completion.outcome is Outcome.DONE and not write.cancel.is_set:
+                # The engine has proven the bytes to be in the peer's memory: only now is the peer told.
+                self._links.send(write.peer, write.notice)
+            elif completion.outcome is Outcome.UNKNOWN and write.runs is not None:
+                self.may_still_read = True
+            self._core.write_ended(write.operation, completion.outcome, completion.detail, now)
