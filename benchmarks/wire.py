@@ -23,12 +23,13 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from kvxfer.cli import protocol
-from kvxfer.cli.ensemble import MAX_COPY_THREADS, Wire
+from kvxfer.cli.ensemble import Wire
 from kvxfer.cli.harness import Cast
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.memory import HostMemory
 from kvxfer.transports import Outcome, Region, RegionDescriptor, WriteBatch
-from kvxfer.transports.loopback import LoopbackOptions, LoopbackTransport
+from kvxfer.transports.loopback import LoopbackTransport
+from kvxfer.transports.loopback_options import LoopbackOptions
 
 _MIB = 1 << 20
 _NUM_SLOTS = 8
@@ -119,7 +120,8 @@ def _compute(seconds: float) -> None:
 def measure_wire(
     cast: Cast, num_copiers: int, segment_bytes: int, num_in_flight: int, gb_s: float, loop_s: float, seconds: float
 ) -> WireResult:
-    """The wire with `num_copiers` copiers, after a tenth of the time to warm up; every byte is compared afterwards."""
+    """The wire with `num_copiers` processes that copy (0: a thread of the writer), after a tenth of the time to warm
+    up; every byte is compared afterwards."""
     end = cast.start_worker(f"target-{num_copiers}-{segment_bytes}", "kvxfer.cli.yardstick")
     opened = protocol.OpenEngine(transport="loopback", num_bytes=_NUM_SLOTS * segment_bytes, fill=0)
     target = end.ask(opened, protocol.EngineOpen, _TIMEOUT_S)
@@ -147,7 +149,7 @@ def measure_wire(
 
 
 def _options(num_copiers: int, gb_s: float) -> LoopbackOptions:
-    return LoopbackOptions(wire_bytes_per_s=gb_s * 1e9, num_copy_threads=num_copiers)
+    return LoopbackOptions(wire_bytes_per_s=gb_s * 1e9, num_copy_processes=num_copiers)
 
 
 def memmove_gb_s(num_threads: int, seconds: float) -> float:
@@ -177,7 +179,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    num_copiers = int(Wire(1e9, 0.0).options()["num_copy_threads"])
+    num_copiers = int(Wire(1e9, 0.0).options()["num_copy_processes"])
     parser = argparse.ArgumentParser(prog="python -m benchmarks.wire", description=__doc__)
     parser.add_argument("--gb-s", type=float, default=50.0)
     parser.add_argument("--segment-mib", type=_numbers, default=[8])
@@ -218,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _print(alone: dict[int, float], runs: list[WireResult], error: str) -> None:
-    print(f"{os.cpu_count()} processors; at most {MAX_COPY_THREADS} copiers without --copiers")
+    print(f"{os.cpu_count()} processors; copiers: processes that copy; 0: a thread of the writer")
     print("| threads that only copy | GB/s |\n|---|---|")
     for num_threads, gb_s in alone.items():
         print(f"| {num_threads} | {gb_s:.1f} |")

@@ -20,7 +20,8 @@ from kvxfer.operations import CancelFlag
 from kvxfer.prefill.agent import PrefillAgent
 from kvxfer.slots import SlotState
 from kvxfer.transfer import EventKind, Reason
-from kvxfer.transports.loopback import LoopbackFaults, LoopbackTransport
+from kvxfer.transports.loopback import LoopbackTransport
+from kvxfer.transports.loopback_options import LoopbackFaults
 from tests.agent_world import WAIT_S, AgentWorld, receive_pages
 from tests.patience import SOON_S, until
 from tests.test_agents import Split, build

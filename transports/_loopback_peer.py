@@ -15,12 +15,16 @@ from kvxfer.transports._regions import RemoteRegion
 
 
 class LoopbackPeer:
-    """A peer's published regions, mapped here, and a descriptor that tells of its process's end."""
+    """A peer's published regions, mapped here, and a descriptor that tells of its process's end.
+
+    `fds` are descriptors of the regions, for processes that map them too; `close()` frees them.
+    """
 
     def __init__(self, peer: str, metadata: Metadata) -> None:
         self.name = peer
         self.pid = metadata.pid
         self.regions: dict[int, RemoteRegion] = {}
+        self.fds: dict[int, int] = {}
         self._mappings: list[mmap.mmap] = []
         self._process_fd = -1
         with contextlib.ExitStack() as on_error:
@@ -39,16 +43,14 @@ class LoopbackPeer:
             fd = os.open(f"/proc/{self.pid}/fd/{region.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise PeerLostError(f"{where} cannot be opened: {error}") from error
-        try:
-            found = os.fstat(fd)
-            if (found.st_ino, found.st_dev, found.st_size) != (region.inode, region.device, region.num_bytes):
-                raise PeerLostError(
-                    f"{where}: got inode {found.st_ino} with {found.st_size} bytes, expected inode {region.inode} "
-                    f"with {region.num_bytes}: the process has been replaced, or lives in another PID namespace"
-                )
-            mapping = mmap.mmap(fd, region.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        finally:
-            os.close(fd)
+        self.fds[region.region_id] = fd
+        found = os.fstat(fd)
+        if (found.st_ino, found.st_dev, found.st_size) != (region.inode, region.device, region.num_bytes):
+            raise PeerLostError(
+                f"{where}: got inode {found.st_ino} with {found.st_size} bytes, expected inode {region.inode} "
+                f"with {region.num_bytes}: the process has been replaced, or lives in another PID namespace"
+            )
+        mapping = mmap.mmap(fd, region.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._mappings.append(mapping)
         mapping.madvise(mmap.MADV_DONTFORK)
         return RemoteRegion(region.num_bytes, int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data))
@@ -63,6 +65,9 @@ class LoopbackPeer:
         for mapping in self._mappings:
             mapping.close()
         self._mappings.clear()
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds.clear()
         if self._process_fd >= 0:
             os.close(self._process_fd)
             self._process_fd = -1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +57,7 @@ def check_new_region(region: Region, known: Iterable[Region], limits: Limits) ->
             )
 
 
-def checked_entries(batch: WriteBatch, local: Iterable[Region], remote: dict[int, RemoteRegion]) -> Entries:
+def checked_entries(batch: WriteBatch, local: Collection[Region], remote: dict[int, RemoteRegion]) -> Entries:
     """Absolute addresses of `batch`, once every entry is known to lie inside one `local` and its `remote` region.
 
     Raises `ContractError` for arrays that are not three equal `[n]` uint64 ones, `BoundsError` for all else.
@@ -65,6 +65,8 @@ def checked_entries(batch: WriteBatch, local: Iterable[Region], remote: dict[int
     _check_arrays(batch)
     target = _target_region(batch.dst_region, remote)
     lengths = batch.lengths
+    if batch.num_entries == 1 and _holds_the_only_entry(batch, local, target):
+        return Entries(batch.src_addresses, batch.dst_offsets + np.uint64(target.address), lengths)
     outside = ~_inside(batch.dst_offsets, lengths, target.num_bytes)
     if outside.any():
         entry = int(outside.argmax())
@@ -87,6 +89,14 @@ def checked_entries(batch: WriteBatch, local: Iterable[Region], remote: dict[int
     if kept.all():
         return Entries(batch.src_addresses, dst, lengths)
     return Entries(batch.src_addresses[kept], dst[kept], lengths[kept])
+
+
+def _holds_the_only_entry(batch: WriteBatch, local: Iterable[Region], target: RemoteRegion) -> bool:
+    """Whether it is one of some length that lies where it may: what a packed segment is, in a fifth of the time."""
+    src, dst, num_bytes = int(batch.src_addresses[0]), int(batch.dst_offsets[0]), int(batch.lengths[0])
+    return 0 < num_bytes <= target.num_bytes - dst and any(
+        region.address <= src and src + num_bytes <= region.address + region.num_bytes for region in local
+    )
 
 
 def _check_arrays(batch: WriteBatch) -> None:

@@ -6,23 +6,21 @@ needs no engine, works inside one process too, and is the transport that tests a
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
-import math
 import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
 
-import msgspec
-
-from kvxfer.errors import PeerLostError, RegistrationError
+from kvxfer.errors import PeerLostError, RegistrationError, TransportError
 from kvxfer.transports._completions import CompletionQueue
-from kvxfer.transports._loopback_copies import CopyThreads
+from kvxfer.transports._loopback_copies import CopyThread
+from kvxfer.transports._loopback_paced import PacedWrites
 from kvxfer.transports._loopback_peer import LoopbackPeer
 from kvxfer.transports._metadata import Metadata, PublishedRegion, decode_metadata, encode_metadata
 from kvxfer.transports._regions import Entries, check_new_region, checked_entries
@@ -36,52 +34,10 @@ from kvxfer.transports.base import (
     RegionDescriptor,
     WriteBatch,
 )
+from kvxfer.transports.loopback_options import LoopbackFaults, LoopbackOptions
 
 _NAME = "loopback"
-_Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
-_Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
-_PositiveRate = Annotated[float, msgspec.Meta(gt=0.0)]
-_CopyThreads = Annotated[int, msgspec.Meta(ge=1, le=64)]
-
-
-class LoopbackFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What goes wrong, drawn for each write from `seed`. The shares of the fates add up to at most 1.
-
-    Writes overtake each other where `delays_s` (seconds, each write draws one) has several values. The fates:
-    `drop`: nothing moves and nothing is reported until `rotate()` reports `UNKNOWN`; `fail`: nothing moves, `FAILED`;
-    `truncate`: the first half moves, `FAILED`; `duplicate`: the bytes are written twice before `DONE`; `late`:
-    `UNKNOWN` is reported at once, yet the bytes move `late_s` seconds later, from whatever the source holds then.
-    """
-
-    seed: int = 0
-    delays_s: tuple[_Seconds, ...] = (0.0,)
-    drop: _Share = 0.0
-    fail: _Share = 0.0
-    truncate: _Share = 0.0
-    duplicate: _Share = 0.0
-    late: _Share = 0.0
-    late_s: _Seconds = 0.1
-
-
 _NO_FAULTS = LoopbackFaults()  # without a draw a write
-
-
-class LoopbackOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """No faults, a wire without limits, and one thread that copies, unless asked for.
-
-    A write holds the wire for max(descriptors * `descriptor_s`, bytes / `wire_bytes_per_s`), one after another, and
-    is reported no earlier. Its bytes are copied meanwhile by `num_copy_threads` threads; a wire that is faster than
-    they are is as fast as they are.
-    """
-
-    faults: LoopbackFaults | None = None
-    descriptor_s: _Seconds = 0.0
-    wire_bytes_per_s: _PositiveRate = math.inf
-    num_copy_threads: _CopyThreads = 1
-
-    def wire_s(self, num_descriptors: int, num_bytes: int) -> float:
-        """Seconds for which a write holds the wire."""
-        return max(num_descriptors * self.descriptor_s, num_bytes / self.wire_bytes_per_s)
 
 
 @dataclass(slots=True)
@@ -95,7 +51,10 @@ class _Write:
 
 
 class LoopbackTransport:
-    """`Transport` over shared memory. Owns its threads, one eventfd, and the mappings of its peers' regions."""
+    """`Transport` over shared memory. Owns its threads and processes, one eventfd, and mappings of its peers' regions.
+
+    Where processes copy, the thread that makes the transport must live as long as it (see `CopyProcesses`).
+    """
 
     name = _NAME
     limits = Limits(
@@ -120,7 +79,10 @@ class LoopbackTransport:
         self._writes: dict[int, _Write] = {}  # not finished with: neither reported nor still able to move bytes
         self._wire_free_at_s = 0.0
         self._closed = False
-        self._copies = CopyThreads(options.num_copy_threads, "loopback-copy")
+        self._paced: PacedWrites | None = None
+        if options.num_copy_processes and self._faults is _NO_FAULTS:
+            self._paced = PacedWrites(options.num_copy_processes, self._completions.fileno())
+        self._copies = CopyThread("loopback-copy")
         self._thread = threading.Thread(target=self._run, name="loopback", daemon=True)
         self._thread.start()
 
@@ -160,6 +122,11 @@ class LoopbackTransport:
         if dropped is None:
             return
         with self._copies.paused():
+            if self._paced is not None:
+                with self._giving_up(self._paced):
+                    self._paced.drop_peer(
+                        dropped, [write.write_id for write in self._writes.values() if write.peer is dropped]
+                    )
             self._end_all("the peer was dropped", dropped)
             dropped.close()
 
@@ -171,14 +138,25 @@ class LoopbackTransport:
         write = _Write(next(self._ids), known, entries, entries.num_bytes)
         with self._changed:
             self._writes[write.write_id] = write
-            self._plan(write)
+            if self._paced is None or not self._submit_paced(self._paced, write, batch.dst_region.region_id):
+                self._plan(write)
         return write.write_id
 
     def poll(self) -> list[Completion]:
-        return self._completions.drain()
+        if self._paced is None:
+            return self._completions.drain()
+        ended: list[int] = []
+        with self._giving_up(self._paced):
+            ended, busy_s = self._paced.collect()
+            with self._changed:
+                self.counters.post_s += busy_s
+                for write_id in ended:
+                    write = self._writes.pop(write_id)
+                    self.counters.count(Outcome.DONE, write.entries.num_entries, write.num_bytes)
+        return [Completion(write_id, Outcome.DONE) for write_id in ended] + self._completions.drain()
 
     def fileno(self) -> int:
-        return self._completions.fileno()
+        return self._completions.fileno() if self._paced is None else self._paced.fileno()
 
     def path(self, peer: str) -> str:  # noqa: ARG002 - there is one path only
         return "shared memory"
@@ -188,6 +166,9 @@ class LoopbackTransport:
         with self._copies.paused():
             for write in [write for write in list(self._writes.values()) if write.held_by_fault]:
                 self._finish(write, Outcome.UNKNOWN, "the transport was rotated before the write had ended")
+            if self._paced is not None:
+                with self._giving_up(self._paced):
+                    self._paced.drop_sources()
             self.counters.num_rotations += 1
 
     def close(self) -> None:
@@ -199,6 +180,8 @@ class LoopbackTransport:
             self._closed = True
             self._changed.notify()
         self._copies.close()
+        if self._paced is not None:
+            self._paced.close()
         self._thread.join()
         for peer in self._peers.values():
             peer.close()
@@ -220,10 +203,7 @@ class LoopbackTransport:
         if fate == "fail":
             self._at(now_s + delay_s, partial(self._finish, write, Outcome.FAILED, "injected failure"))
             return
-        self._wire_free_at_s = max(now_s, self._wire_free_at_s) + self._options.wire_s(
-            write.entries.num_entries, write.num_bytes
-        )
-        due_s = self._wire_free_at_s + delay_s
+        due_s = self._take_wire(write) + delay_s
         end = partial(self._finish, write, Outcome.DONE, "")
         if fate == "duplicate":
             again = partial(self._begin, write, write.entries, end)
@@ -237,6 +217,34 @@ class LoopbackTransport:
         else:
             # While the write holds the wire, or waits for it: nobody looks at the target before it is reported.
             self._begin(write, write.entries, partial(self._at, due_s, end))
+
+    def _take_wire(self, write: _Write) -> float:
+        """Put the write behind those before it; when it will have passed."""
+        held_s = self._options.wire_s(write.entries.num_entries, write.num_bytes)
+        self._wire_free_at_s = max(time.monotonic(), self._wire_free_at_s) + held_s
+        return self._wire_free_at_s
+
+    def _submit_paced(self, paced: PacedWrites, write: _Write, dst_region: int) -> bool:
+        """Let processes copy the write, where that is worth it; whether this is so. `_changed` is held."""
+        with self._giving_up(paced, write):
+            pieces = paced.pieces(write.entries, write.peer, dst_region, self._regions)
+            if pieces is None:
+                return False
+            if write.peer.is_dead():
+                self._finish(write, Outcome.FAILED, f"process {write.peer.pid} of the peer has ended")
+            else:
+                paced.submit(write.write_id, pieces, self._take_wire(write))
+        return True
+
+    @contextlib.contextmanager
+    def _giving_up(self, paced: PacedWrites, write: _Write | None = None) -> Iterator[None]:
+        """Where a copying process has ended: end the others, their writes, and `write`."""
+        try:
+            yield
+        except (OSError, TransportError) as error:
+            lost = [self._writes[write_id] for write_id in paced.give_up()]
+            for each in [*lost, write] if write is not None else lost:
+                self._finish(each, Outcome.FAILED, str(error))
 
     def _draw(self) -> tuple[str, float]:
         """A write's fate, and by how many seconds it is late."""

@@ -16,7 +16,8 @@ from kvxfer.tables import read_table
 from kvxfer.transports._mooncake_engine import MooncakeOptions
 from kvxfer.transports._nixl_engine import NixlOptions
 from kvxfer.transports.base import Transport
-from kvxfer.transports.loopback import LoopbackOptions, LoopbackTransport
+from kvxfer.transports.loopback import LoopbackTransport
+from kvxfer.transports.loopback_options import LoopbackOptions
 from kvxfer.transports.mooncake import MooncakeTransport
 from kvxfer.transports.nixl import NixlTransport
 

@@ -20,7 +20,8 @@ from kvxfer.slots import SlotState
 from kvxfer.transfer import EventKind
 from kvxfer.transports import exit_process
 from kvxfer.transports.base import WriteBatch
-from kvxfer.transports.loopback import LoopbackFaults, LoopbackTransport
+from kvxfer.transports.loopback import LoopbackTransport
+from kvxfer.transports.loopback_options import LoopbackFaults
 from tests.faults.census import census
 from tests.faults.forked import Message, Wire
 

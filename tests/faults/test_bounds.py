@@ -10,7 +10,8 @@ import pytest
 
 from kvxfer.prefill.agent import PrefillAgent
 from kvxfer.transfer import EventKind, Reason
-from kvxfer.transports.loopback import LoopbackFaults, LoopbackTransport
+from kvxfer.transports.loopback import LoopbackTransport
+from kvxfer.transports.loopback_options import LoopbackFaults
 from tests.agent_world import WAIT_S, AgentWorld
 from tests.prefill.driver import PrefillDriver
 from tests.test_agents import Split, build

@@ -10,6 +10,7 @@ from tests.transports.peers import POISON, Engine, PeerProcess, fill_random
 
 ENGINES = [
     pytest.param(Engine("loopback"), id="loopback"),
+    pytest.param(Engine("loopback", options=(("num_copy_processes", 2),)), id="loopback-processes"),
     pytest.param(Engine("nixl"), id="nixl", marks=pytest.mark.nixl),
     pytest.param(Engine("mooncake"), id="mooncake", marks=pytest.mark.mooncake),
 ]

@@ -34,10 +34,11 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class Engine:
-    """A transport as a test runs it: its name, and the environment that chooses its path."""
+    """A transport as a test runs it: its name, the environment that chooses its path, and its options."""
 
     transport: str
     environment: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, int], ...] = ()
 
 
 class PeerProcess:
@@ -58,7 +59,7 @@ class PeerProcess:
         arguments = {
             "transport": engine.transport,
             "incarnation": self.incarnation,
-            "options": options or {},
+            "options": dict(engine.options) | (options or {}),
             "fd": self.memory.fd,
             "num_bytes": num_bytes,
         }

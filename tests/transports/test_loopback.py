@@ -6,6 +6,9 @@ import gc
 import os
 import pathlib
 import select
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -16,7 +19,8 @@ import pytest
 from kvxfer.errors import BoundsError, PeerLostError, RegistrationError
 from kvxfer.memory import HostMemory
 from kvxfer.transports import Outcome, Region, RegionDescriptor, WriteBatch
-from kvxfer.transports.loopback import LoopbackFaults, LoopbackOptions, LoopbackTransport
+from kvxfer.transports.loopback import LoopbackTransport
+from kvxfer.transports.loopback_options import LoopbackFaults, LoopbackOptions
 from tests.patience import until
 
 _BYTES = 1 << 20
@@ -180,10 +184,11 @@ def test_paced_writes_hold_the_wire_one_after_another(make_lane: MakeLane) -> No
     assert set(lane.ends(1).values()) == {Outcome.DONE}
 
 
-def test_several_threads_copy_one_write_and_several_writes(make_lane: MakeLane) -> None:
-    lane = make_lane(LoopbackOptions(num_copy_threads=3), 16 << 20)
+def test_processes_copy_large_writes_and_a_thread_small_ones(make_lane: MakeLane) -> None:
+    lane = make_lane(LoopbackOptions(num_copy_processes=3), 24 << 20)
     lane.source.array[:] = np.random.default_rng(1).integers(1, 256, lane.source.num_bytes, dtype=np.uint8)
-    sizes = [(5 << 20) + 7, (1 << 20) - 1, 1 << 20, 3, 2 << 20, 70_000]  # each cut up another way, or not at all
+    # Each is cut up another way, or not at all; those below 256 KiB are the thread's.
+    sizes = [(11 << 20) + 7, (4 << 20) - 1, 1 << 20, 3, 2 << 20, 70_000]
     firsts = np.cumsum([0, *(size + 1 for size in sizes)])[:-1].tolist()
     write_ids = {lane.write(first=first, length=size) for first, size in zip(firsts, sizes, strict=True)}
     assert lane.ends(len(sizes)) == dict.fromkeys(write_ids, Outcome.DONE)
@@ -192,10 +197,34 @@ def test_several_threads_copy_one_write_and_several_writes(make_lane: MakeLane) 
         expected[first : first + size] = lane.source.array[first : first + size]
     assert np.array_equal(lane.target.array, expected)
     assert lane.transport.counters.num_bytes == sum(sizes)
+    assert lane.transport.counters.post_s > 0.0
 
 
-def test_a_peer_that_is_dropped_while_threads_copy_is_written_to_no_more(make_lane: MakeLane) -> None:
-    lane = make_lane(LoopbackOptions(num_copy_threads=2), 16 << 20)
+def test_a_write_that_processes_copy_is_reported_no_earlier_than_the_wire_lets_it(make_lane: MakeLane) -> None:
+    lane = make_lane(LoopbackOptions(wire_bytes_per_s=20e6, num_copy_processes=1))
+    started_s = time.monotonic()
+    write_ids = [lane.write() for _ in range(3)]
+    assert list(lane.ends(1)) == write_ids[:1]
+    assert time.monotonic() - started_s >= _BYTES / 20e6
+    assert list(lane.ends(2)) == write_ids[1:]
+    assert time.monotonic() - started_s >= 3 * _BYTES / 20e6
+    assert select.select([lane.transport.fileno()], [], [], 0.05)[0] == []
+
+
+def test_more_parts_than_are_given_out_at_a_time_all_arrive_also_across_a_rotation(make_lane: MakeLane) -> None:
+    lane = make_lane(LoopbackOptions(num_copy_processes=2), 4 << 20)
+    write_ids = {lane.write(first=i % 8 * 300_000, count=1, length=300_000) for i in range(600)}
+    lane.transport.rotate()
+    write_ids |= {lane.write(length=4 << 20)}
+    assert lane.ends(601) == dict.fromkeys(write_ids, Outcome.DONE)
+    assert lane.target.array.all()
+
+
+@pytest.mark.parametrize("num_copy_processes", [0, 2])
+def test_a_peer_that_is_dropped_while_bytes_move_is_written_to_no_more(
+    make_lane: MakeLane, num_copy_processes: int
+) -> None:
+    lane = make_lane(LoopbackOptions(num_copy_processes=num_copy_processes), 16 << 20)
     write_ids = {lane.write(length=16 << 20) for _ in range(8)}
     lane.transport.drop_peer("self")
     found = lane.target.array.copy()
@@ -206,6 +235,53 @@ def test_a_peer_that_is_dropped_while_threads_copy_is_written_to_no_more(make_la
     assert Outcome.FAILED in ended.values()
     time.sleep(0.05)
     assert np.array_equal(lane.target.array, found)
+    lane.transport.add_peer("self", lane.transport.metadata())
+    lane.write(length=16 << 20)
+    assert set(lane.ends(1).values()) == {Outcome.DONE}
+    assert (lane.target.array == 3).all()
+
+
+def _children() -> list[int]:
+    return [int(pid) for pid in pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def test_writes_fail_once_a_process_that_copies_has_been_killed(make_lane: MakeLane) -> None:
+    before = set(_children())
+    lane = make_lane(LoopbackOptions(num_copy_processes=2, wire_bytes_per_s=1e6))
+    pids = set(_children()) - before
+    assert len(pids) == 2
+    under_way = [lane.write() for _ in range(2)]
+    os.kill(min(pids), signal.SIGKILL)
+    assert lane.ends(2) == dict.fromkeys(under_way, Outcome.FAILED)
+    assert set(_children()) == before
+    late = [lane.write(), lane.write(length=100)]
+    assert lane.ends(2) == dict.fromkeys(late, Outcome.FAILED)
+    lane.transport.rotate()
+    lane.transport.drop_peer("self")
+
+
+def test_processes_that_copy_end_with_the_one_that_was_killed() -> None:
+    program = (
+        "import os, sys, time\n"
+        "from kvxfer.transports.loopback import LoopbackTransport\n"
+        "from kvxfer.transports.loopback_options import LoopbackOptions\n"
+        "transport = LoopbackTransport(LoopbackOptions(num_copy_processes=2))\n"
+        "children = open(f'/proc/self/task/{os.getpid()}/children').read()\n"
+        "print(children, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2
+        ends = [os.pidfd_open(pid) for pid in pids]
+        time.sleep(0.3)  # they have asked to be killed
+        process.kill()
+        try:
+            assert all(select.select([end], [], [], 5.0)[0] for end in ends)
+        finally:
+            for end in ends:
+                os.close(end)
 
 
 def test_a_region_that_is_not_the_whole_memfd_is_refused(make_lane: MakeLane) -> None:
@@ -236,16 +312,17 @@ def test_a_process_whose_descriptor_is_another_file_now_is_refused(make_lane: Ma
             lane.transport.add_peer("late", metadata)
 
 
-def test_closing_gives_back_every_descriptor_mapping_and_thread() -> None:
-    def held() -> tuple[int, int, int]:
+@pytest.mark.parametrize("num_copy_processes", [0, 2])
+def test_closing_gives_back_every_descriptor_mapping_thread_and_process(num_copy_processes: int) -> None:
+    def held() -> tuple[int, int, int, int]:
         gc.collect()
         maps = pathlib.Path("/proc/self/maps").read_text()
         num_maps = maps.count("memfd:target") + maps.count("memfd:source")
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), num_maps
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), num_maps, len(_children())
 
     before = held()
     for _ in range(3):
-        lane = Lane(LoopbackOptions())
+        lane = Lane(LoopbackOptions(num_copy_processes=num_copy_processes))
         lane.write()
         lane.ends(1)
         lane.close()
