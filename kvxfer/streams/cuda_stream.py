@@ -107,6 +107,11 @@ class CudaRowStream:
         `RegistrationError`."""
         if not 0 <= index < MAX_MEMORIES:
             raise ContractError(f"memory index: got {index}, expected 0 to {MAX_MEMORIES - 1}")
+        if isinstance(memory, DevicePool) and memory.device_index != self._gpu.device_index:
+            raise ContractError(
+                f"memory {index}: got memory for GPU {memory.device_index}, expected it for GPU "
+                f"{self._gpu.device_index}, whose stream this is: map it for that one"
+            )
         address = memory.address if isinstance(memory, DevicePool) else self._register(memory)
         words = self._table.array.view(np.int64)
         words[2 * index] = address

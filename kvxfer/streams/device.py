@@ -31,7 +31,8 @@ _ANOTHER_WAY: Final = "make the pool with allocate_pool(), or use placement work
 
 @dataclass(frozen=True, slots=True)
 class DevicePool:
-    """`num_bytes` from `address` on the GPU that this process knows as `device_index`; whoever made it frees it."""
+    """`num_bytes` from `address`, for kernels of the GPU that this process knows as `device_index`: the one where they
+    lie, or another that reaches them as a peer. Whoever made it frees it."""
 
     address: int
     num_bytes: int
@@ -102,8 +103,17 @@ class MappedPool:
         return self.handle.num_bytes
 
     def tensor(self) -> torch.Tensor:
-        """`[num_bytes]` uint8 on the GPU, over this memory. Must be gone, like its views, before `close()`."""
+        """`[num_bytes]` uint8 on the GPU, over this memory. Must be gone, like its views, before `close()`.
+
+        Raises `ContractError` for memory of another GPU, which torch would take for one that this GPU has.
+        """
         import torch
+
+        if self._gpu.uuid != self.handle.gpu_uuid:
+            raise ContractError(
+                f"pool: got memory of GPU {self.handle.gpu_uuid}, expected that of cuda:{self.pool.device_index}, "
+                "which only reaches it as a peer: pull its rows"
+            )
 
         return torch.as_tensor(_ArrayInterface(self.pool), device=f"cuda:{self.pool.device_index}")
 

@@ -1,7 +1,7 @@
-"""A second process on the GPU, which maps the pools of the first: python -m tests.gpu.mapping_child REQUEST FD.
+"""A second process, which maps the pools of the first: python -m tests.gpu.mapping_child REQUEST FD DEVICE_INDEX.
 
-It pulls rows out of both pools into one of its own by a row stream, and says "pulled" when they are right, and whether
-CUDA would have kept it from writing into the first.
+It pulls rows out of both pools into one of its own, on its GPU, by a row stream, and says "pulled" when they are right,
+and whether CUDA would have kept it from writing into the first.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ def pull(src_memory: int, dst_first: int) -> Segment:
     return Segment([Span(1152, 400, 16, src_memory, 0, 0, 0, dst_first, LINEAR)], ROWS[::-1])
 
 
-def main(request: str, fd: int) -> None:
+def main(request: str, fd: int, device_index: int) -> None:
+    torch.cuda.set_device(device_index)
     handles = msgspec.json.decode(base64.b64decode(request), type=list[PoolHandle])
-    mapped = [map_pool(handle, each, is_read_only=True) for handle, each in zip(handles, (fd, None), strict=True)]
+    mapped = [
+        map_pool(handle, each, is_read_only=True, device_index=device_index)
+        for handle, each in zip(handles, (fd, None), strict=True)
+    ]
     assert not mapped[1].is_read_only, "legacy handles have no such mappings"
-    own = allocate_pool(MEMORY_BYTES, 0)
+    own = allocate_pool(MEMORY_BYTES, device_index)
     memories = contents(SEED)
     tensor = own.tensor()
     tensor.copy_(torch.from_numpy(memories[0]))
@@ -70,4 +74,4 @@ def main(request: str, fd: int) -> None:
 
 if __name__ == "__main__":
     assert np.asarray(ROWS).max() + 1152 <= MEMORY_BYTES
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -25,7 +25,11 @@ def packed(handles: list[PoolHandle]) -> str:
     return base64.b64encode(msgspec.json.encode(handles)).decode()
 
 
-def test_another_process_pulls_rows_from_both_kinds() -> None:
+@pytest.mark.parametrize("reader", [0, 1])
+def test_another_process_pulls_rows_from_both_kinds(reader: int) -> None:
+    """On the same GPU, and on another that reaches it as a peer."""
+    if reader >= torch.cuda.device_count():
+        pytest.skip(f"needs {reader + 1} GPUs")
     bytes_of_pool = torch.from_numpy(contents(SEED)[PEER])
     shared = allocate_pool(MEMORY_BYTES, 0)
     tensor = shared.tensor()
@@ -39,7 +43,7 @@ def test_another_process_pulls_rows_from_both_kinds() -> None:
     legacy_handle = share_legacy(DevicePool.of(legacy))
     assert legacy_handle.offset_bytes >= 4096
     result = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.mapping_child", packed([handle, legacy_handle]), str(fd)],
+        [sys.executable, "-m", "tests.gpu.mapping_child", packed([handle, legacy_handle]), str(fd), str(reader)],
         cwd=ROOT,
         pass_fds=(fd,),
         stdout=subprocess.PIPE,

@@ -241,6 +241,13 @@ def test_pools_that_cannot_be(address: int, num_bytes: int, device_index: int) -
         DevicePool(address, num_bytes, device_index)
 
 
+def test_memory_for_another_gpu_is_refused(cuda: FakeCuda) -> None:  # noqa: ARG001 - installs the fake
+    owner = Owner()
+    with pytest.raises(ContractError, match=r"^memory 2: got memory for GPU 1, expected it for GPU 0"):
+        owner.stream.set_memory(2, DevicePool(owner.pool.address, NUM_BYTES, 1))
+    owner.end()
+
+
 WITHOUT_CUDA = """
 import sys
 import kvxfer.streams.cuda_stream, kvxfer.streams.device

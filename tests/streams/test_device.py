@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.errors import HandoffError
+from kvxfer.errors import ContractError, HandoffError
 from kvxfer.streams import device, driver
-from kvxfer.streams.device import PoolHandle, map_pool
-from tests.streams.fake_cuda import CUresult, FakeCuda
+from kvxfer.streams.device import IPC_HANDLE_BYTES, PoolHandle, map_pool
+from tests.streams.fake_cuda import OK, CUresult, FakeCuda
 
 READ, READWRITE = 1, 3
 ALLOCATION, ADDRESS = 77, 1 << 30
-HANDLE = PoolHandle("ab" * 16, 1000, 0, 4096, 1)
+UUIDS = ["ab" * 16, "cd" * 16, "ef" * 16]
+HANDLE = PoolHandle(UUIDS[0], 1000, 0, 4096, 1)
+LEGACY = PoolHandle(UUIDS[0], 1000, 256, 4096, 1, b"h" * IPC_HANDLE_BYTES)
+
+
+class IpcHandle:
+    def __init__(self) -> None:
+        self.contents = ctypes.create_string_buffer(IPC_HANDLE_BYTES)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self.contents)
 
 
 class FakeMemory(FakeCuda):
-    """Virtual memory of a GPU: one allocation, which `refused` access flags cannot map."""
+    """Memory of GPU 0 among three, of which 0 and 1 reach each other: one allocation, which `refused` access flags
+    cannot map. Contexts are numbered like their GPUs."""
 
     CUmemAllocationHandleType = SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
@@ -25,18 +37,48 @@ class FakeMemory(FakeCuda):
         CU_MEM_ACCESS_FLAGS_PROT_READ=READ, CU_MEM_ACCESS_FLAGS_PROT_READWRITE=READWRITE
     )
     CUmemLocation = CUmemAccessDesc = SimpleNamespace
+    CUipcMemHandle = IpcHandle
 
     def __init__(self, *refused: int) -> None:
         super().__init__()
         self.refused = refused
         self.held: list[str] = []
         self.access: int | None = None
+        self.reader: int | None = None
+        self.contexts: list[int] = []
 
     def cuDeviceGetCount(self) -> tuple[int, int]:
-        return 0, 1
+        return 0, len(UUIDS)
 
-    def cuDeviceGetUuid(self, _device: int) -> tuple[int, SimpleNamespace]:
-        return 0, SimpleNamespace(bytes=bytes.fromhex(HANDLE.gpu_uuid))
+    def cuDeviceGet(self, device_index: int) -> tuple[int, int]:
+        return 0, device_index
+
+    def cuDeviceGetUuid(self, device: int) -> tuple[int, SimpleNamespace]:
+        return 0, SimpleNamespace(bytes=bytes.fromhex(UUIDS[device]))
+
+    def cuDeviceCanAccessPeer(self, reader: int, owner: int) -> tuple[int, int]:
+        assert reader != owner
+        return 0, int({reader, owner} == {0, 1})
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:
+        self.contexts.append(device)
+        return 0, device
+
+    def cuCtxPushCurrent(self, context: int) -> tuple[int, ...]:
+        self.current = context
+        return OK
+
+    def cuCtxPopCurrent(self) -> tuple[int, int]:
+        return 0, self.current
+
+    def cuIpcOpenMemHandle(self, handle: IpcHandle, flags: int) -> tuple[int, int]:
+        assert (handle.contents.raw, flags) == (LEGACY.ipc, 1)
+        self.reader = self.current
+        return self._take("opened", ADDRESS)
+
+    def cuIpcCloseMemHandle(self, address: int) -> tuple[int]:
+        assert (address, self.current) == (ADDRESS, self.reader)
+        return self._leave("opened")
 
     def cuMemImportFromShareableHandle(self, fd: int, kind: int) -> tuple[int, int]:
         assert (fd, kind) == (5, 1)
@@ -54,7 +96,8 @@ class FakeMemory(FakeCuda):
         assert (address, num_bytes, len(access), count) == (ADDRESS, 4096, 1, 1)
         if access[0].flags in self.refused:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
-        self.access = access[0].flags
+        assert access[0].location.type == 1
+        self.access, self.reader = access[0].flags, access[0].location.id
         return (0,)
 
     def cuMemUnmap(self, *_arguments: int) -> tuple[int]:
@@ -75,38 +118,10 @@ class FakeMemory(FakeCuda):
         return (0,)
 
 
-class TwoGpus(FakeMemory):
-    """A second GPU, which has no memory of its own here."""
-
-    def __init__(self, *, have_peer_access: bool) -> None:
-        super().__init__()
-        self.have_peer_access = have_peer_access
-        self.user: int | None = None
-
-    def cuDeviceGet(self, device_index: int) -> tuple[int, int]:
-        return 0, device_index
-
-    def cuDeviceGetCount(self) -> tuple[int, int]:
-        return 0, 2
-
-    def cuDeviceGetUuid(self, device: int) -> tuple[int, SimpleNamespace]:
-        return 0, SimpleNamespace(bytes=bytes.fromhex(("cd" * 16, HANDLE.gpu_uuid)[device]))
-
-    def cuDeviceCanAccessPeer(self, user: int, owner: int) -> tuple[int, int]:
-        assert (user, owner) == (0, 1)
-        return 0, int(self.have_peer_access)
-
-    def cuMemSetAccess(self, address: int, num_bytes: int, access: list[SimpleNamespace], count: int) -> tuple[int]:
-        self.user = access[0].location.id
-        return super().cuMemSetAccess(address, num_bytes, access, count)
-
-
 def install(cuda: FakeMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (driver, device):
         monkeypatch.setattr(module, "cuda", lambda: cuda)
-    gpu = driver.Gpu(0)
-    for module in (driver, device):
-        monkeypatch.setattr(module, "gpu", lambda _device_index: gpu)
+        monkeypatch.setattr(module, "gpu", driver.Gpu)
 
 
 @pytest.mark.parametrize(
@@ -126,26 +141,43 @@ def test_a_pool_to_pull_from_is_mapped_without_leave_to_write_where_that_can_be(
     assert cuda.held == []
 
 
-def test_memory_of_another_gpu_is_mapped_for_the_one_that_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = TwoGpus(have_peer_access=True)
-    install(cuda, monkeypatch)
-    mapped = map_pool(HANDLE, 5, device_index=0)
-    assert (cuda.user, mapped.pool.device_index) == (0, 0)
-    mapped.close()
-    assert cuda.held == []
-
-
-def test_memory_of_a_gpu_without_peer_access_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = TwoGpus(have_peer_access=False)
-    install(cuda, monkeypatch)
-    with pytest.raises(HandoffError, match=f"memory of GPU {HANDLE.gpu_uuid}, expected .* no peer access"):
-        map_pool(HANDLE, 5, device_index=0)
-    assert cuda.held == []
-
-
 def test_a_pool_that_cannot_be_mapped_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeMemory(READ, READWRITE)
     install(cuda, monkeypatch)
     with pytest.raises(HandoffError, match="cuMemSetAccess: got CUDA_ERROR_INVALID_VALUE"):
         map_pool(HANDLE, 5, is_read_only=True)
     assert cuda.held == []
+
+
+@pytest.mark.parametrize(
+    ("handle", "fd", "held"), [(HANDLE, 5, ["imported", "reserved", "mapped"]), (LEGACY, None, ["opened"])]
+)
+@pytest.mark.parametrize("reader", [None, 0, 1])
+def test_a_pool_is_mapped_for_the_gpu_that_reads_it(
+    handle: PoolHandle, fd: int | None, held: list[str], reader: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only that GPU gets leave to use it, and a context; what torch would take for its own is no tensor."""
+    cuda = FakeMemory()
+    install(cuda, monkeypatch)
+    mapped = map_pool(handle, fd, device_index=reader)
+    assert cuda.held == held
+    assert (cuda.reader, cuda.contexts) == (reader or 0, [reader or 0])
+    assert (mapped.pool.address, mapped.pool.device_index) == (ADDRESS + handle.offset_bytes, reader or 0)
+    if reader == 1:
+        with pytest.raises(ContractError, match=r"got memory of GPU (ab)+, expected that of cuda:1"):
+            mapped.tensor()
+    mapped.close()
+    assert cuda.held == []
+
+
+@pytest.mark.parametrize(("handle", "fd"), [(HANDLE, 5), (LEGACY, None)])
+def test_a_pool_of_a_gpu_that_is_no_peer_is_refused(
+    handle: PoolHandle, fd: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeMemory()
+    install(cuda, monkeypatch)
+    with pytest.raises(
+        HandoffError, match=r"got memory of GPU (ab)+, expected some that GPU (ef)+ reaches.*no peer access"
+    ):
+        map_pool(handle, fd, device_index=2)
+    assert (cuda.held, cuda.contexts) == ([], [2])
