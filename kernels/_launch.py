@@ -20,7 +20,7 @@ try:
     tl: Any = triton.language
 except ImportError:  # a CPU install: the torch path serves every call, the kernel sources below are never traced
     HAS_TRITON = False
-    tl = SimpleNamespace(constexpr=object)
+    tl = SimpleNamespace(constexpr=int)  # an annotation, and what makes constants
 
     def jit(fn: object = None, **_options: object) -> object:
         return fn if fn is not None else jit

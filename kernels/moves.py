@@ -6,7 +6,9 @@ The order lies among int64 words in host memory that the GPU maps:
 |---|---|
 | `entry_word` | the order: nothing is done unless it equals `run_value` |
 | two words on | the number of a lane, and how many of its words are in use |
-| `lanes_word + lane * lane_words` | the lane: number of spans; from word 8 on `MAX_SPANS` spans; then row offsets |
+| four words on | here goes the sum of what was moved, where the order asks for one |
+| `lanes_word + lane * lane_words` | the lane: number of spans; from word 2 on what is summed; from word 8 on spans |
+| after `MAX_SPANS` spans | row offsets |
 
 A span is `SPAN_WORDS` words: row bytes, number of rows, word bytes, then memory, first byte and table of the source,
 and the same of the destination. Row `i` of a side lies at `first byte + offsets[table + i]` of its memory, or, where
@@ -16,20 +18,40 @@ Reads of host memory by many programs are served one after another, some 75 ns e
 program reads the order, once, and copies what it says into scratch memory of the device, in lines as long as the bus
 takes; the programs that move rows follow in the same stream and read only that.
 
+What is summed, as `kvxfer.row_sums` does it, six words say. `SUM_NONE`: nothing. `SUM_MOVED`, and where a segment
+begins in the destination: the rows that are moved. `SUM_CHECKED`, then where a segment begins, its length, the sum that
+it must have, its memory and another: the segment is copied to the beginning of the other, read once and summed on the
+way, and the spans, which take their rows from there, are moved only if the sum is right. The entry gets the sum.
+
 What lies outside its memory or off the grid of its words is not moved: orders come from another process, and no order
 may bring down the process that owns the GPU's context.
 """
 # mypy: no-check-untyped-defs, disable-error-code="no-untyped-def, untyped-decorator"
 
+import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from kvxfer.errors import KernelContractError
 from kvxfer.kernels import reference
+from kvxfer.kernels._compiled import CompiledKernel, compile_kernel
 from kvxfer.kernels._contract import check_contiguous, check_tensor
 from kvxfer.kernels._launch import jit, runs_triton, tl
+from kvxfer.kernels._row_sums import (
+    CHECK_NUMBERS,
+    SUM_CONSTANTS,
+    SUM_KIND_WORD,
+    SUM_MOVED,
+    SUM_WORD,
+    SUM_WORDS,
+    add_to_sums,
+    check_constants,
+    check_segment_kernel,
+    memory_of,
+    tile_sums,
+    total_of_sums,
+)
 
 MAX_MEMORIES = 256
 MAX_SPANS = 64
@@ -48,9 +70,17 @@ _STAGE_WORDS = 4096
 _MAX_ROW_BYTES = 1 << 30
 _MAX_TILES_PER_SPAN = 1 << 24
 
-_STAGE_CONSTANTS = {"MAX_MEMORIES": MAX_MEMORIES, "NUM_THREADS": 32 * _NUM_WARPS, "BLOCK": _STAGE_WORDS}
+_STAGE_CONSTANTS = {
+    "MAX_MEMORIES": MAX_MEMORIES,
+    "NUM_THREADS": 32 * _NUM_WARPS,
+    "BLOCK": _STAGE_WORDS,
+    "KIND": SUM_KIND_WORD,
+}
 _STAGE_NUMBERS = ["entry_word", "run_value", "lanes_word", "lane_words", "num_lanes", "num_memories"]
 _MOVE_CONSTANTS = {
+    **SUM_CONSTANTS,
+    "ENTRY_SUM": SUM_WORD,
+    "MOVED": SUM_MOVED,
     "MAX_SPANS": MAX_SPANS,
     "SPAN_WORDS": SPAN_WORDS,
     "SPANS_WORD": SPANS_WORD,
@@ -59,15 +89,16 @@ _MOVE_CONSTANTS = {
     "MAX_ROW_BYTES": _MAX_ROW_BYTES,
     "MAX_TILES": _MAX_TILES_PER_SPAN,
 }
-_MOVE_NUMBERS = ["lane_words", "num_memories"]
+_MOVE_NUMBERS = ["entry_word", "lane_words", "num_memories"]
 
 
 @jit(do_not_specialize=_STAGE_NUMBERS)
 def _stage_order_kernel(
     words, memories, scratch, entry_word, run_value, lanes_word, lane_words, num_lanes, num_memories,
-    MAX_MEMORIES: tl.constexpr, NUM_THREADS: tl.constexpr, BLOCK: tl.constexpr,
+    MAX_MEMORIES: tl.constexpr, NUM_THREADS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Copies the lane of an order and the table of memories into `scratch`; no spans unless the order is to run."""
+    """Copies the lane of an order and the table of memories into `scratch`, and clears the sums behind them; no spans
+    unless the order is to run."""
     pair_idx = tl.arange(0, 2 * MAX_MEMORIES)
     pairs = tl.load(memories + pair_idx, mask=pair_idx < 2 * num_memories)
     # One access of one warp for the whole entry. Scalars would be asked for by every warp, one by one.
@@ -88,7 +119,11 @@ def _stage_order_kernel(
             tl.store(tl.multiple_of(scratch + (first + idx), 16), staged, mask=inside)
     else:
         tl.store(scratch, 0)
+        tl.store(scratch + KIND, 0)
     tl.store(scratch + lane_words + pair_idx, pairs, mask=pair_idx < 2 * num_memories)
+    sums = scratch + lane_words + 2 * num_memories
+    tl.store(sums + entry_idx, tl.zeros([NUM_THREADS], tl.int64))
+    tl.store(sums + NUM_THREADS, 0)
 
 
 @jit
@@ -109,7 +144,7 @@ def _places(offsets, num_offsets, side, num_bytes, rows, inside, row_bytes, WORD
 @jit
 def _move_tile(
     offsets, num_offsets, span, tile, row_bytes, num_rows, src_address, src_bytes, dst_address, dst_bytes,
-    TILE: tl.constexpr, SHIFT: tl.constexpr,
+    is_summed, segment_begin, sums, TILE: tl.constexpr, SHIFT: tl.constexpr, SUM_LANES: tl.constexpr,
 ):  # fmt: skip
     """Moves words `[tile * TILE, (tile + 1) * TILE)` of a span's rows, `1 << SHIFT` bytes each."""
     WORD: tl.constexpr = 1 << SHIFT
@@ -138,29 +173,29 @@ def _move_tile(
     inside = rows < num_rows
     src_begins, src_fits = _places(offsets, num_offsets, span + 3, src_bytes, rows, inside, row_bytes, WORD)
     dst_begins, dst_fits = _places(offsets, num_offsets, span + 6, dst_bytes, rows, inside, row_bytes, WORD)
-    fits = (src_fits & dst_fits)[:, None]
+    fits = src_fits & dst_fits
     src_words = (src_begins >> SHIFT) + cols
     dst_words = (dst_begins >> SHIFT) + cols
-    values = tl.load(src + (src_words[:, None] * LANES + lanes), mask=fits)
-    tl.store(dst + (dst_words[:, None] * LANES + lanes), values, mask=fits)
-
-
-@jit
-def _memory(memories, num_memories, index):
-    """Address and bytes of a memory; 0 bytes where there is none."""
-    known = (index >= 0) & (index < num_memories)
-    address = tl.load(memories + index * 2, mask=known, other=0)
-    return address, tl.load(memories + index * 2 + 1, mask=known, other=0)
+    values = tl.load(src + (src_words[:, None] * LANES + lanes), mask=fits[:, None])
+    tl.store(dst + (dst_words[:, None] * LANES + lanes), values, mask=fits[:, None])
+    if is_summed:
+        shares = tile_sums(values, lanes, (dst_words << SHIFT) - segment_begin, fits, SHIFT)
+        add_to_sums(sums, shares, TILE, SUM_LANES)
 
 
 @jit(do_not_specialize=_MOVE_NUMBERS)
 def _move_rows_kernel(
-    scratch, lane_words, num_memories,
+    scratch, words, entry_word, lane_words, num_memories,
+    KIND: tl.constexpr, CHECKED: tl.constexpr, SUM_LANES: tl.constexpr, ENTRY_SUM: tl.constexpr, MOVED: tl.constexpr,
     MAX_SPANS: tl.constexpr, SPAN_WORDS: tl.constexpr, SPANS_WORD: tl.constexpr, OFFSETS_WORD: tl.constexpr,
     TILE: tl.constexpr, MAX_ROW_BYTES: tl.constexpr, MAX_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Moves what `_stage_order_kernel` has put into `scratch`."""
-    num_spans = tl.load(scratch)
+    """Moves what `_stage_order_kernel` has put into `scratch`, and writes the sum into the entry."""
+    sums = scratch + lane_words + 2 * num_memories
+    num_spans, kind, segment_begin = tl.load(scratch), tl.load(scratch + KIND), tl.load(scratch + KIND + 1)
+    if kind == CHECKED:
+        is_right = total_of_sums(sums, SUM_LANES) == tl.load(scratch + KIND + 3)
+        num_spans = tl.where(is_right, num_spans, 0)
     if num_spans > 0:
         spans = scratch + SPANS_WORD
         offsets = scratch + OFFSETS_WORD
@@ -180,14 +215,19 @@ def _move_rows_kernel(
             tile = (item - tl.sum(tl.where(idx < at, tiles_of, 0), 0)).to(tl.int64)
             span = spans + at * SPAN_WORDS
             row_bytes, num_rows, word_bytes = tl.load(span), tl.load(span + 1), tl.load(span + 2)
-            src_address, src_bytes = _memory(memories, num_memories, tl.load(span + 3))
-            dst_address, dst_bytes = _memory(memories, num_memories, tl.load(span + 6))
+            src_address, src_bytes = memory_of(memories, num_memories, tl.load(span + 3))
+            dst_address, dst_bytes = memory_of(memories, num_memories, tl.load(span + 6))
             for shift in tl.static_range(5):
                 if word_bytes == (1 << shift):
                     _move_tile(
                         offsets, num_offsets, span, tile, row_bytes, num_rows, src_address, src_bytes, dst_address,
-                        dst_bytes, TILE, shift,
+                        dst_bytes, kind == MOVED, segment_begin, sums, TILE, shift, SUM_LANES,
                     )  # fmt: skip
+    if kind != 0:
+        # The program that is done last knows the sum. Each releases what it has added, and that one acquires it.
+        num_done = tl.atomic_add(sums + SUM_LANES, 1, sem="acq_rel")
+        if num_done == tl.num_programs(0) - 1:
+            tl.store(words + (entry_word + ENTRY_SUM), total_of_sums(sums, SUM_LANES))
 
 
 def move_rows(
@@ -220,8 +260,8 @@ def move_rows(
         raise KernelContractError(f"words: got address {words.data_ptr():#x}, expected a multiple of 16")
     if lane_words <= OFFSETS_WORD or lane_words % 2:
         raise KernelContractError(f"lane_words: got {lane_words}, expected an even number above {OFFSETS_WORD}")
-    if not 0 <= entry_word <= len(words) - 4:
-        raise KernelContractError(f"entry_word: got {entry_word}, expected 0 to {len(words) - 4}")
+    if not 0 <= entry_word < len(words) - SUM_WORD:
+        raise KernelContractError(f"entry_word: got {entry_word}, expected 0 to {len(words) - SUM_WORD - 1}")
     if not 0 <= lanes_word <= len(words) or lanes_word % 2:
         raise KernelContractError(f"lanes_word: got {lanes_word}, expected an even number from 0 to {len(words)}")
     if max_ctas < 1:
@@ -229,11 +269,12 @@ def move_rows(
     if not runs_triton(memories):
         reference.move_rows(words, memories, entry_word, run_value, lanes_word, lane_words)
         return
-    scratch = torch.empty(lane_words + 2 * len(memories), dtype=torch.int64, device=memories.device)
+    num_scratch_words = scratch_words(lane_words, len(memories))
+    scratch = torch.empty(num_scratch_words, dtype=torch.int64, device=memories.device)
     stage_order(words, memories, scratch, entry_word, run_value, lanes_word, lane_words)
-    _move_rows_kernel[(max_ctas,)](
-        scratch, lane_words, len(memories), **_MOVE_CONSTANTS, num_warps=_NUM_WARPS, num_stages=1
-    )
+    options = {"num_warps": _NUM_WARPS, "num_stages": 1}
+    check_segment_kernel[(max_ctas,)](scratch, lane_words, len(memories), **check_constants(_TILE_WORDS), **options)
+    _move_rows_kernel[(max_ctas,)](scratch, words, entry_word, lane_words, len(memories), **_MOVE_CONSTANTS, **options)
 
 
 def stage_order(
@@ -245,8 +286,8 @@ def stage_order(
     lanes_word: int,
     lane_words: int,
 ) -> None:
-    """The first half of `move_rows`, whose arguments are checked: from `words` and `memories` into `scratch`,
-    `[lane_words + 2 * num_memories]` int64 where the rows are moved."""
+    """The first part of `move_rows`, whose arguments are checked: from `words` and `memories` into `scratch`,
+    `[scratch_words()]` int64 where the rows are moved."""
     num_lanes = (len(words) - lanes_word) // lane_words
     _stage_order_kernel[(1,)](
         words, memories, scratch, entry_word, run_value, lanes_word, lane_words, num_lanes, len(memories),
@@ -255,31 +296,24 @@ def stage_order(
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledKernel:
-    """A kernel for one kind of GPU, for launches through CUDA's driver.
-
-    Its `num_params` parameters are of 8 bytes each; the last two are null pointers, Triton's own.
-    """
-
-    cubin: bytes
-    name: str
-    num_params: int
-    num_threads: int
-    shared_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class CompiledMove:
-    """The two kernels of `move_rows`, to be launched one after the other in one stream.
+    """The kernels of `move_rows`, to be launched one after the other in one stream; all parameters are of 8 bytes.
 
     `stage`, one program: the addresses of words, memories and scratch; `entry_word`, `run_value`, `lanes_word`,
-    `lane_words`, the number of lanes and of memories. `move`, any number of programs: the address of scratch,
-    `lane_words`, the number of memories. Scratch is device memory of `lane_words + 2 * num_memories` words, at a
-    multiple of 16, that no other pair uses at the time.
+    `lane_words`, the number of lanes and of memories. `check`, any number of programs, which may be left out where no
+    order wants its segment checked: the address of scratch, `lane_words`, the number of memories. `move`, any number:
+    the addresses of scratch and words, `entry_word`, `lane_words`, the number of memories. Scratch is device memory of
+    `scratch_words()` words, at a multiple of 16, that no other three use at the time.
     """
 
     stage: CompiledKernel
+    check: CompiledKernel
     move: CompiledKernel
+
+
+def scratch_words(lane_words: int, num_memories: int) -> int:
+    """Words of scratch memory that an order takes."""
+    return lane_words + 2 * num_memories + SUM_WORDS
 
 
 def compile_move_rows(capability: int) -> CompiledMove:
@@ -291,34 +325,10 @@ def compile_move_rows(capability: int) -> CompiledMove:
         raise KernelContractError(
             "move_rows: got no Triton compiler here, expected one: install triton and unset TRITON_INTERPRET"
         )
+    build = functools.partial(compile_kernel, capability=capability, num_warps=_NUM_WARPS)
+    pointers = ["words", "memories", "scratch"]
     return CompiledMove(
-        _compile(_stage_order_kernel, ["words", "memories", "scratch"], _STAGE_NUMBERS, _STAGE_CONSTANTS, capability),
-        _compile(_move_rows_kernel, ["scratch"], _MOVE_NUMBERS, _MOVE_CONSTANTS, capability),
+        build(_stage_order_kernel, pointers, _STAGE_NUMBERS, _STAGE_CONSTANTS),
+        build(check_segment_kernel, pointers[2:], CHECK_NUMBERS, check_constants(_TILE_WORDS)),
+        build(_move_rows_kernel, ["scratch", "words"], _MOVE_NUMBERS, _MOVE_CONSTANTS),
     )
-
-
-def _compile(
-    kernel: Any,  # noqa: ANN401 - Triton's functions have no types
-    pointers: list[str],
-    numbers: list[str],
-    constants: dict[str, int],
-    capability: int,
-) -> CompiledKernel:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    signature = dict.fromkeys(pointers, "*i64") | dict.fromkeys(numbers, "i64")
-    source = triton.compiler.ASTSource(
-        fn=kernel,
-        signature=signature | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-    )
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": _NUM_WARPS, "num_stages": 1, "enable_fp_fusion": False},
-    )
-    metadata = compiled.metadata
-    assert metadata.global_scratch_size == metadata.profile_scratch_size == 0, "the kernel wants scratch memory"
-    num_params = len(pointers) + len(numbers) + 2
-    return CompiledKernel(compiled.asm["cubin"], metadata.name, num_params, metadata.num_warps * 32, metadata.shared)

@@ -22,8 +22,8 @@ from kvxfer.streams.ring import MemoryIndex, OrderCode
 from kvxfer.streams.row_stream import RowStream
 
 MAX_UNFINISHED = 128
-"""Entries that may be enqueued and not done. Each takes four places of a launch queue, which has 1024 on GPUs seen so
-far, and a full one blocks the worker."""
+"""Entries that may be enqueued and not done. Each takes four places of a launch queue, or five where segments are
+checked, and the queue has 1024 on GPUs seen so far; a full one blocks the worker."""
 DRAIN_S = 5.0
 """A stream that has nothing left to wait for ends what it has begun long before."""
 _NAP_S = 0.0002

@@ -7,12 +7,15 @@ for an order: load what you can before.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Final
 
 import numpy as np
 
 from kvxfer.errors import ContractError, TransportError
 from kvxfer.memory import HostMemory
+from kvxfer.ownership import Int64Array
+from kvxfer.row_sums import row_sum
 from kvxfer.streams.cuda_marks import CudaMarks
 from kvxfer.streams.cuda_track import Track
 from kvxfer.streams.device import DevicePool
@@ -24,6 +27,8 @@ from kvxfer.streams.ring import (
     OrderCode,
     Ring,
     Span,
+    SumKind,
+    SumOrder,
     order_offset_bytes,
 )
 
@@ -36,6 +41,8 @@ SCATTER_CTAS: Final = 8
 """Programs that move rows out of pinned slots, where reads over the bus take 2 to 3 us."""
 PULL_CTAS: Final = 96
 """Programs that move rows between memories of the GPU."""
+STAGED_CTAS: Final = 48
+"""Programs that move rows out of a segment that was staged and found right: few microseconds."""
 NUM_STREAMS: Final = 2
 """Streams that take turns at entries: the launch of one entry lies beside the copies of another. On an H200 gathers
 into pinned slots reach 48.8 GB/s by two and 45.2 by one, scatters 47.7 and 43.7."""
@@ -45,14 +52,17 @@ is behind it. So this is one that hardly anybody else asks for: engines use 0, t
 greatest, -5 on most GPUs. That programs may begin before the worker's is its price, and another reason for few of them.
 CUDA takes the nearest that the GPU has."""
 _TABLE_BYTES: Final = MAX_MEMORIES * 16  # an address and a number of bytes each
-_WARM_UP_ROW = Span(80, 1, 16, 2, order_offset_bytes(16), LINEAR, 2, order_offset_bytes(32), LINEAR)
+_WARM_UP_BYTES: Final = 83
+_WARM_UP_SRC, _WARM_UP_DST = order_offset_bytes(16), order_offset_bytes(32)
+_WARM_UP_ROW = Span(_WARM_UP_BYTES, 1, 1, 1, _WARM_UP_SRC, LINEAR, 1, _WARM_UP_DST, LINEAR)
 
 
 class CudaRowStream:
     """`RowStream` on a GPU. `ring`, `pool` and `slots` stay the caller's; they must outlive `close()`.
 
     To be used by one thread at a time. With `num_streams` above 1, entries whose orders have come overlap, and may be
-    done in another order than that of their numbers.
+    done in another order than that of their numbers. Where the ring has checked segments, each stream has memory of the
+    GPU for one of them.
     """
 
     def __init__(
@@ -83,7 +93,7 @@ class CudaRowStream:
         self._registered: list[HostMemory] = []
         self._tracks: list[Track] = []
         self._marks: CudaMarks | None = None
-        self._table = HostMemory.create(_TABLE_BYTES, "kvxfer-memories")
+        self._table = HostMemory.create(num_streams * _TABLE_BYTES, "kvxfer-memories")  # one a stream
         try:
             self._make_tracks(num_streams, max_ctas, priority)
             self._share(pool, slots, priority)
@@ -105,17 +115,19 @@ class CudaRowStream:
     def set_memory(self, index: int, memory: HostMemory | DevicePool) -> None:
         """`RowStream.set_memory`. Host memory stays registered until `forget()` or `close()`. Raises
         `RegistrationError`."""
-        if not 0 <= index < MAX_MEMORIES:
-            raise ContractError(f"memory index: got {index}, expected 0 to {MAX_MEMORIES - 1}")
+        if not 0 <= index < MemoryIndex.STAGING:
+            raise ContractError(f"memory index: got {index}, expected 0 to {MemoryIndex.STAGING - 1}")
         if isinstance(memory, DevicePool) and memory.device_index != self._gpu.device_index:
             raise ContractError(
                 f"memory {index}: got memory for GPU {memory.device_index}, expected it for GPU "
                 f"{self._gpu.device_index}, whose stream this is: map it for that one"
             )
         address = memory.address if isinstance(memory, DevicePool) else self._register(memory)
-        words = self._table.array.view(np.int64)
-        words[2 * index] = address
-        words[2 * index + 1] = memory.num_bytes
+        self._tables()[:, index] = address, memory.num_bytes
+
+    def _tables(self) -> Int64Array:
+        """`[num_streams, MAX_MEMORIES, 2]` int64: address and bytes of each memory as each stream sees it."""
+        return self._table.array.view(np.int64).reshape(-1, MAX_MEMORIES, 2)
 
     def forget(self, memory: HostMemory | DevicePool) -> None:
         """`RowStream.forget`. CUDA may wait for the whole device here, which is why nothing may be enqueued that waits
@@ -143,38 +155,49 @@ class CudaRowStream:
             self._release()
 
     def _make_tracks(self, num_streams: int, max_ctas: int, priority: int) -> None:
-        """Make the streams, and run the kernels on each: on a ring of their own, told to skip, then to move a row."""
-        memories = self._register(self._table), MAX_MEMORIES
+        """Make the streams, and run the kernels on each: on a ring of their own, told to skip, then to move a row, then
+        to check it first."""
+        table_address = self._register(self._table)
         ring = Ring.create(1, 16)
-        ring.fill_lane(0, [_WARM_UP_ROW], np.empty(0, dtype=np.int64))
         try:
-            scratch_bytes = max(ring.lane_bytes, self._ring.lane_bytes) + _TABLE_BYTES
+            max_lane_bytes, staging_bytes = max(ring.lane_bytes, self._ring.lane_bytes), self._ring.staging_bytes
             address = self._gpu.register(ring.memory)
             try:
-                self._table.array.view(np.int64)[4:6] = address, ring.memory.num_bytes  # memory 2
-                for _ in range(num_streams):
-                    self._tracks.append(Track(self._gpu, priority, max_ctas, memories, scratch_bytes))
-                    self._tracks[-1].set_ring(ring, address)
-                    for code in OrderCode.SKIP, OrderCode.RUN:
-                        self._try(ring, code, self._tracks[-1])
+                self._tables()[:, MemoryIndex.SLOTS] = address, ring.memory.num_bytes
+                for idx in range(num_streams):
+                    memories = table_address + idx * _TABLE_BYTES, MAX_MEMORIES
+                    track = Track(self._gpu, priority, max_ctas, memories, max_lane_bytes, staging_bytes, STAGED_CTAS)
+                    self._tracks.append(track)
+                    self._tables()[idx, MemoryIndex.STAGING] = track.staging, staging_bytes
+                    track.set_ring(ring, address)
+                    self._try(ring, track, OrderCode.SKIP, SumKind.MOVED)
+                    self._try(ring, track, OrderCode.RUN, SumKind.MOVED)
+                    if staging_bytes:
+                        self._try(ring, track, OrderCode.RUN, SumKind.CHECKED)
             finally:
-                self._table.array[:] = 0
+                self._tables()[:, MemoryIndex.SLOTS] = 0
                 self._gpu.unregister(ring.memory)
         finally:
             ring.close()
 
-    def _try(self, ring: Ring, code: OrderCode, track: Track) -> None:
-        row_bytes = _WARM_UP_ROW.row_bytes
-        src = ring.memory.array[_WARM_UP_ROW.src_first_byte :][:row_bytes]
-        dst = ring.memory.array[_WARM_UP_ROW.dst_first_byte :][:row_bytes]
-        src[:] = np.arange(1, row_bytes + 1)
+    def _try(self, ring: Ring, track: Track, code: OrderCode, kind: SumKind) -> None:
+        src = ring.memory.array[_WARM_UP_SRC:][:_WARM_UP_BYTES]
+        dst = ring.memory.array[_WARM_UP_DST:][:_WARM_UP_BYTES]
+        src[:] = np.arange(1, _WARM_UP_BYTES + 1)
         dst[:] = 0
+        span, summed = _WARM_UP_ROW, SumOrder(kind, _WARM_UP_DST)
+        if kind is SumKind.CHECKED:
+            span = dataclasses.replace(span, src_memory=MemoryIndex.STAGING, src_first_byte=0)
+            summed = SumOrder(kind, _WARM_UP_SRC, _WARM_UP_BYTES, row_sum(src))
+        ring.fill_lane(0, [span], np.empty(0, dtype=np.int64), summed)
         ring.order(0, code)
         with self._gpu:
             track.launch(0)
         track.drain()
         if not np.array_equal(dst, src if code is OrderCode.RUN else np.zeros_like(src)):
             raise TransportError(f"move_rows: got wrong bytes for {code.name} on this GPU, first {dst[:8].tolist()}")
+        if code is OrderCode.RUN and ring.sum_of(0) != row_sum(src):
+            raise TransportError(f"move_rows: got a wrong sum of rows on this GPU, {ring.sum_of(0):#x}, {kind.name}")
 
     def _share(self, pool: DevicePool, slots: HostMemory | DevicePool, priority: int) -> None:
         """Give the GPU the ring, the pool and the slots."""

@@ -1,8 +1,9 @@
 """A CUDA stream that carries out entries of a ring one after another, with the kernels and the memory that this takes.
 
 An entry waits for its order, copies it into memory of the GPU (one program), moves its rows (several) and writes its
-done word. A copy by CUDA's copy engines in place of the first kernel would stand, waiting, at the head of a queue that
-the worker's own copies share.
+done word. Where segments are checked first, programs that stage and sum one come before those that move rows. A copy
+by CUDA's copy engines in place of the first kernel would stand, waiting, at the head of a queue that the worker's own
+copies share.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from kvxfer.streams.ring import (
 )
 
 if TYPE_CHECKING:
-    from kvxfer.kernels.moves import CompiledKernel
+    from kvxfer.kernels._compiled import CompiledKernel
 
 WAIT_GEQ: Final = 0
 """CU_STREAM_WAIT_VALUE_GEQ"""
 WRITE_DEFAULT: Final = 0
 """CU_STREAM_WRITE_VALUE_DEFAULT: behind a memory barrier."""
-# Parameters of the kernels: of the first, then of the second.
+# Parameters of the kernels, in the order of their launches.
 _WORDS, _MEMORIES, _SCRATCH, _ENTRY, _RUN, _LANES, _LANE_WORDS, _NUM_LANES, _NUM_MEMORIES = range(9)
-_MOVE_SCRATCH, _MOVE_LANE_WORDS, _MOVE_NUM_MEMORIES = range(3)
+_CHECK_SCRATCH, _CHECK_LANE_WORDS, _CHECK_NUM_MEMORIES = range(3)
+_MOVE_SCRATCH, _MOVE_WORDS, _MOVE_ENTRY, _MOVE_LANE_WORDS, _MOVE_NUM_MEMORIES = range(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,14 @@ class _Kernel:
 
 
 @functools.cache
-def load_kernels(device_index: int) -> tuple[_Kernel, _Kernel]:
-    """The kernels that stage an order and move its rows. The first call takes seconds where they are not in Triton's
-    cache. Raises `EngineMissingError`, `KernelContractError` and `TransportError`."""
+def load_kernels(device_index: int) -> tuple[_Kernel, _Kernel, _Kernel]:
+    """The kernels that stage an order, check its segment and move its rows. The first call takes seconds where they
+    are not in Triton's cache. Raises `EngineMissingError`, `KernelContractError` and `TransportError`."""
     from kvxfer.kernels.moves import compile_move_rows
 
     compiled = compile_move_rows(gpu(device_index).capability)
-    return _load(compiled.stage, device_index), _load(compiled.move, device_index)
+    stage, check_segment, move = (_load(each, device_index) for each in (compiled.stage, compiled.check, compiled.move))
+    return stage, check_segment, move
 
 
 def _load(compiled: CompiledKernel, device_index: int) -> _Kernel:
@@ -85,34 +88,54 @@ class Track:
     """One stream. Its entries use one scratch memory, which each leaves before the next begins."""
 
     def __init__(
-        self, device: Gpu, priority: int, max_ctas: int, memories: tuple[int, int], scratch_bytes: int
+        self,
+        device: Gpu,
+        priority: int,
+        max_ctas: int,
+        memories: tuple[int, int],
+        max_lane_bytes: int,
+        staging_bytes: int,
+        staged_ctas: int,
     ) -> None:
-        """`memories`: address and length of the table of memories, as the GPU sees it. Raises `TransportError`."""
+        """`memories`: address and length of the table of memories, as the GPU sees it. With `staging_bytes`, segments
+        are checked: `max_ctas` programs copy one into `staging`, then `staged_ctas` programs move its rows. Raises
+        `TransportError`."""
+        from kvxfer.kernels.moves import scratch_words
+
         self._gpu = device
         self._driver = cuda()
         self._address = 0  # of the ring
-        stage, move = load_kernels(device.device_index)
+        stage, check_segment, move = load_kernels(device.device_index)
         self._stream = device.create_stream(priority)
+        self._allocated: list[int] = []
+        self.staging = 0
+        """Address of the memory for a segment that is checked; 0 without."""
         try:
-            with device:
-                self._scratch = int(check("cuMemAlloc", self._driver.cuMemAlloc(scratch_bytes)))
+            self._scratch = self._allocate(8 * scratch_words(max_lane_bytes // 8, memories[1]))
+            if staging_bytes:
+                self.staging = self._allocate(staging_bytes)
         except BaseException:
-            self._driver.cuStreamDestroy(self._stream)
+            self.close()
             raise
         self._stage = _Launch(stage, 1, self._stream)
-        self._move = _Launch(move, max_ctas, self._stream)
+        self._check = _Launch(check_segment, max_ctas, self._stream) if staging_bytes else None
+        self._move = _Launch(move, staged_ctas if staging_bytes else max_ctas, self._stream)
         self._stage.values[_MEMORIES], self._stage.values[_NUM_MEMORIES] = memories
         self._stage.values[_SCRATCH] = self._move.values[_MOVE_SCRATCH] = self._scratch
         self._move.values[_MOVE_NUM_MEMORIES] = memories[1]
+        if self._check is not None:
+            self._check.values[_CHECK_SCRATCH], self._check.values[_CHECK_NUM_MEMORIES] = self._scratch, memories[1]
 
     def set_ring(self, ring: Ring, address: int) -> None:
         """Entries are those of `ring`, which the GPU sees at `address`."""
         self._address = address
         values = self._stage.values
-        values[_WORDS] = address
+        values[_WORDS] = self._move.values[_MOVE_WORDS] = address
         values[_LANES] = LANES_OFFSET_BYTES // 8
         values[_LANE_WORDS] = self._move.values[_MOVE_LANE_WORDS] = ring.lane_bytes // 8
         values[_NUM_LANES] = ring.num_lanes
+        if self._check is not None:
+            self._check.values[_CHECK_LANE_WORDS] = ring.lane_bytes // 8
 
     def enqueue(self, number: int) -> None:
         """Wait for the order of entry `number`, carry it out, write its done word. The context is current.
@@ -130,9 +153,11 @@ class Track:
 
     def launch(self, number: int) -> None:
         """Carry out the order that entry `number` has. The context is current. Raises `TransportError`."""
-        self._stage.values[_ENTRY] = order_offset_bytes(number) // 8
+        self._stage.values[_ENTRY] = self._move.values[_MOVE_ENTRY] = order_offset_bytes(number) // 8
         self._stage.values[_RUN] = order_value(number, OrderCode.RUN)
         self._stage()
+        if self._check is not None:
+            self._check()
         self._move()
 
     def drain(self) -> None:
@@ -144,4 +169,11 @@ class Track:
         """Give back what was made. A context that is broken refuses, and has nothing left to give back."""
         with self._gpu:
             self._driver.cuStreamDestroy(self._stream)
-            self._driver.cuMemFree(self._scratch)
+            for address in self._allocated:
+                self._driver.cuMemFree(address)
+
+    def _allocate(self, num_bytes: int) -> int:
+        with self._gpu:
+            address = int(check("cuMemAlloc", self._driver.cuMemAlloc(num_bytes)))
+        self._allocated.append(address)
+        return address

@@ -11,9 +11,10 @@ import numpy as np
 from kvxfer.errors import ContractError, TransportError
 from kvxfer.memory import HostMemory
 from kvxfer.ownership import Int64Array
+from kvxfer.row_sums import row_sum
 from kvxfer.rows_host import ByteArray, row_windows
 from kvxfer.streams.device import DevicePool
-from kvxfer.streams.ring import LINEAR, MemoryIndex, OrderCode, Ring, Span
+from kvxfer.streams.ring import LINEAR, MemoryIndex, OrderCode, Ring, Span, SumKind, SumOrder
 
 _NAP_S = 50e-6
 _LONG_NAP_S = 1e-3
@@ -29,6 +30,7 @@ class HostRowStream:
         self._ring = ring
         self._memories: dict[int, ByteArray] = {MemoryIndex.POOL: pool.array}
         self.set_memory(MemoryIndex.SLOTS, slots)
+        self._memories[MemoryIndex.STAGING] = np.zeros(ring.staging_bytes, dtype=np.uint8)
         self._changed = threading.Condition()
         self._numbers: deque[int] = deque()
         self._marked = ring.timeline
@@ -85,22 +87,52 @@ class HostRowStream:
             num_naps += 1
         if code is not OrderCode.RUN:
             return
-        offsets = self._ring.offsets_of(number)
-        for span in self._ring.spans_of(number):
-            src, dst = self._memories.get(span.src_memory), self._memories.get(span.dst_memory)
-            if src is not None and dst is not None:
-                _copy(span, offsets, src, dst)
+        summed = self._ring.summed_by(number)
+        total = self._stage(summed) if summed.kind is SumKind.CHECKED else 0
+        if summed.kind is not SumKind.CHECKED or total == summed.expected:
+            offsets = self._ring.offsets_of(number)
+            for span in self._ring.spans_of(number):
+                src, dst = self._memories.get(span.src_memory), self._memories.get(span.dst_memory)
+                if src is None or dst is None:
+                    continue
+                moved = _copy(span, offsets, src, dst)
+                if summed.kind is SumKind.MOVED:
+                    total += _sum_rows(dst, moved, span.row_bytes, summed.first_byte)
+        if summed.kind is not SumKind.NONE:
+            self._ring.set_sum(number, total)
+
+    def _stage(self, summed: SumOrder) -> int:
+        """Copy a segment that is to be checked; its sum, or a wrong one where it cannot be copied."""
+        slots, staging = self._memories[MemoryIndex.SLOTS], self._memories[MemoryIndex.STAGING]
+        num_bytes, end_byte = summed.num_bytes, summed.first_byte + summed.num_bytes
+        if not (0 < num_bytes <= staging.size and summed.first_byte >= 0 and end_byte <= slots.size):
+            return ~summed.expected
+        staging[:num_bytes] = slots[summed.first_byte : end_byte]
+        return row_sum(staging[:num_bytes])
 
 
-def _copy(span: Span, offsets: Int64Array, src: ByteArray, dst: ByteArray) -> None:
-    """Copy a span's rows. Rows outside their memory are left out, as the kernel of a GPU does."""
+def _copy(span: Span, offsets: Int64Array, src: ByteArray, dst: ByteArray) -> Int64Array:
+    """Copy a span's rows; where in `dst` those are. Rows outside their memory are left out, as the kernel of a GPU
+    does."""
     if span.row_bytes > min(src.size, dst.size):
-        return
+        return np.empty(0, dtype=np.int64)
     src_rows = _row_offsets(span.num_rows, span.row_bytes, span.src_first_byte, span.src_table, offsets)
     dst_rows = _row_offsets(span.num_rows, span.row_bytes, span.dst_first_byte, span.dst_table, offsets)
     fits = (src_rows >= 0) & (src_rows <= src.size - span.row_bytes)
     fits &= (dst_rows >= 0) & (dst_rows <= dst.size - span.row_bytes)
-    row_windows(dst, span.row_bytes)[dst_rows[fits]] = row_windows(src, span.row_bytes)[src_rows[fits]]
+    moved = dst_rows[fits]
+    row_windows(dst, span.row_bytes)[moved] = row_windows(src, span.row_bytes)[src_rows[fits]]
+    return moved
+
+
+def _sum_rows(dst: ByteArray, rows: Int64Array, row_bytes: int, segment_begin: int) -> int:
+    """The share in the sum of their segment of rows that were moved to `rows`, at once where they touch."""
+    touch = np.flatnonzero(np.diff(rows) != row_bytes) + 1
+    return sum(
+        row_sum(dst[run[0] : run[-1] + row_bytes], int(run[0]) - segment_begin)
+        for run in np.split(rows, touch)
+        if run.size
+    )
 
 
 def _row_offsets(num_rows: int, row_bytes: int, first_byte: int, table: int, offsets: Int64Array) -> Int64Array:

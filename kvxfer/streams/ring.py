@@ -4,9 +4,11 @@ One memfd, made by the agent, mapped by both sides and registered with CUDA by t
 
 | part | what it holds |
 |---|---|
-| header | the timeline, which the worker's stream raises; the number of entries enqueued so far; the owner's end |
-| entries | `NUM_ENTRIES` of `ENTRY_BYTES`: order word, done word, lane, words of the lane that are in use |
-| lanes | `num_lanes` of `lane_bytes`: numbers of spans and of words in use, `MAX_SPANS` spans, then row offsets |
+| header | the timeline, which the worker's stream raises; the number of entries enqueued so far; the owner's end; |
+| | bytes of `STAGING` |
+| entries | `NUM_ENTRIES` of `ENTRY_BYTES`: order word, done word, lane, words of the lane that are in use, sum |
+| lanes | `num_lanes` of `lane_bytes`: numbers of spans and of words in use, a `SumOrder`, `MAX_SPANS` spans, then row |
+| | offsets |
 
 Entry number `n`, counted from 0 without end, lies at `n % NUM_ENTRIES`. Whoever owns the stream enqueues for it, once:
 wait until the order word has reached `wait_value(n)`; run the kernel, which reads the word and moves rows only if its
@@ -15,6 +17,8 @@ stream never waits for ever: every enqueued entry gets an order, RUN or SKIP, by
 
 An order that was given may still be turned into SKIP; whether the kernel had read it by then is not known, so only
 the done word says that the entry touches nothing any more.
+
+An order may ask for the sum of a segment (`kvxfer.row_sums`); it is in the entry before the done word is.
 
 An owner that ends says so first and then skips what is unfinished itself. So an entry that is found done has done what
 its order says if the owner is found not to have ended *after* that; otherwise it may have been skipped.
@@ -44,9 +48,11 @@ _HEADER_BYTES: Final = 4096
 _TIMELINE_WORD: Final = 0
 _ENQUEUED_WORD: Final = 8  # each in a cache line of its own
 _ENDED_WORD: Final = 16
+_STAGING_WORD: Final = 24
 _ENTRY_WORDS: Final = ENTRY_BYTES // 8
-_ORDER, _DONE, _LANE, _LANE_USED = range(4)  # words of an entry
-_NUM_SPANS, _NUM_USED = range(2)  # words of a lane
+_ORDER, _DONE, _LANE, _LANE_USED, _SUM = range(5)  # words of an entry
+_NUM_SPANS, _NUM_USED, _SUM_KIND = range(3)  # words of a lane
+_EXPECTED: Final = 3  # word of a `SumOrder`
 _SPANS_WORD: Final = 8  # of a lane: the spans begin in the second cache line
 OFFSETS_WORD: Final = _SPANS_WORD + MAX_SPANS * SPAN_WORDS
 """The word of a lane at which row offsets begin."""
@@ -66,6 +72,43 @@ class MemoryIndex(enum.IntEnum):
 
     POOL = 0
     SLOTS = 1
+    STAGING = 255
+    """Where a segment is copied that is to be checked before its rows are moved; it needs as many bytes as a slot."""
+
+
+class SumKind(enum.IntEnum):
+    """What an order asks to be summed."""
+
+    NONE = 0
+    MOVED = 1
+    CHECKED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SumOrder:
+    """Sum what is moved into the segment that begins at `first_byte` of its memory, at a multiple of 16: `MOVED`.
+
+    `CHECKED`: copy the `num_bytes` of a segment from there in `SLOTS` to the start of `STAGING`, from where the spans
+    take their rows, and move these only if the sum is `expected`.
+    """
+
+    kind: SumKind
+    first_byte: int
+    num_bytes: int = 0
+    expected: int = 0
+
+    def words(self) -> tuple[int, ...]:
+        """As it lies in a lane."""
+        expected = _signed(self.expected)
+        return self.kind, self.first_byte, self.num_bytes, expected, MemoryIndex.SLOTS, MemoryIndex.STAGING
+
+
+_NO_SUM: Final = SumOrder(SumKind.NONE, 0)
+
+
+def _signed(total: int) -> int:
+    """A sum as a word holds it."""
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +190,15 @@ class Ring:
         self._words = words
 
     @classmethod
-    def create(cls, num_lanes: int, max_offsets: int) -> Ring:
-        """A ring whose lanes hold `max_offsets` row offsets each. Raises `OSError` where memory is short."""
+    def create(cls, num_lanes: int, max_offsets: int, staging_bytes: int = 0) -> Ring:
+        """A ring whose lanes hold `max_offsets` row offsets each. Its owner is to have `STAGING` of `staging_bytes`, a
+        multiple of 16, for orders of kind `CHECKED`. Raises `OSError` where memory is short."""
         lane_bytes = (OFFSETS_WORD + max_offsets) * 8
         lane_bytes += -lane_bytes % 4096
         memory = HostMemory.create(LANES_OFFSET_BYTES + num_lanes * lane_bytes, "kvxfer-ring")
-        return cls(memory, num_lanes)
+        ring = cls(memory, num_lanes)
+        ring._words[_STAGING_WORD] = staging_bytes
+        return ring
 
     @classmethod
     def attach(cls, fd: int, num_bytes: int, num_lanes: int) -> Ring:
@@ -169,14 +215,22 @@ class Ring:
 
     # ---- the agent ----
 
-    def fill_lane(self, lane: int, spans: list[Span], offsets: npt.NDArray[np.int64]) -> None:
+    def fill_lane(
+        self, lane: int, spans: list[Span], offsets: npt.NDArray[np.int64], summed: SumOrder = _NO_SUM
+    ) -> None:
         """`fill_lane_words` for spans that are objects."""
         words = np.zeros((len(spans), SPAN_WORDS), dtype=np.int64)
         for idx, span in enumerate(spans):
             words[idx, : len(span.words())] = span.words()
-        self.fill_lane_words(lane, words, offsets)
+        self.fill_lane_words(lane, words, offsets, summed)
 
-    def fill_lane_words(self, lane: int, span_words: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> None:
+    def fill_lane_words(
+        self,
+        lane: int,
+        span_words: npt.NDArray[np.int64],
+        offsets: npt.NDArray[np.int64],
+        summed: SumOrder = _NO_SUM,
+    ) -> None:
         """Write what the next order for this lane moves; the lane is in use by no entry. Spans are rows as in
         `Span.words`, `[num_spans, SPAN_WORDS]` int64: at most `MAX_SPANS`, with at most `max_offsets` offsets."""
         assert len(span_words) <= MAX_SPANS, "a segment has too many spans"
@@ -186,6 +240,7 @@ class Ring:
         self._words[begin : begin + span_words.size] = span_words.ravel()
         self._words[first + OFFSETS_WORD : first + OFFSETS_WORD + offsets.size] = offsets
         self._words[first + _NUM_SPANS] = len(span_words)
+        self._words[first + _SUM_KIND : first + _SPANS_WORD] = summed.words()
         self._words[first + _NUM_USED] = OFFSETS_WORD + offsets.size if offsets.size else _SPANS_WORD + span_words.size
 
     def order(self, number: int, code: OrderCode, lane: int = 0) -> None:
@@ -194,11 +249,22 @@ class Ring:
         if code is OrderCode.RUN:
             self._words[entry + _LANE] = lane
             self._words[entry + _LANE_USED] = self._words[self._lane_word(lane) + _NUM_USED]
+            # A wrong sum, for a stream that does not do what it was told.
+            self._words[entry + _SUM] = ~self._words[self._lane_word(lane) + _SUM_KIND + _EXPECTED]
         self._words[entry + _ORDER] = order_value(number, code)
 
     def is_done(self, number: int) -> bool:
         """Whether entry `number` has ended."""
         return int(self._words[self._entry_word(number) + _DONE]) >= done_value(number)
+
+    def sum_of(self, number: int) -> int:
+        """What entry `number`, which is done, has found as sum: 0 to 2^64 - 1."""
+        return int(self._words[self._entry_word(number) + _SUM]) % (1 << 64)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of `STAGING`; 0 where no order is of kind `CHECKED`."""
+        return int(self._words[_STAGING_WORD])
 
     @property
     def num_enqueued(self) -> int:
@@ -233,6 +299,10 @@ class Ring:
         """For streams that are threads."""
         self._words[self._entry_word(number) + _DONE] = done_value(number)
 
+    def set_sum(self, number: int, total: int) -> None:
+        """For streams that are threads."""
+        self._words[self._entry_word(number) + _SUM] = _signed(total)
+
     def order_of(self, number: int) -> OrderCode | None:
         """The order of entry `number`; None while there is none."""
         word = int(self._words[self._entry_word(number) + _ORDER])
@@ -244,6 +314,12 @@ class Ring:
         begin = first + _SPANS_WORD
         rows = self._words[begin : begin + int(self._words[first + _NUM_SPANS]) * SPAN_WORDS].reshape(-1, SPAN_WORDS)
         return [Span(*row[:_WORDS_OF_A_SPAN]) for row in rows.tolist()]
+
+    def summed_by(self, number: int) -> SumOrder:
+        """What entry `number` sums."""
+        first = self._lane_word(int(self._words[self._entry_word(number) + _LANE])) + _SUM_KIND
+        kind, first_byte, num_bytes, expected = self._words[first : first + 4].tolist()
+        return SumOrder(SumKind(kind), first_byte, num_bytes, expected % (1 << 64))
 
     def offsets_of(self, number: int) -> npt.NDArray[np.int64]:
         """`[max_offsets]` int64 row offsets of the lane of entry `number`."""

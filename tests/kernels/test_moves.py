@@ -11,65 +11,12 @@ import torch
 
 import kvxfer.kernels
 from kvxfer.errors import KernelContractError
-from kvxfer.kernels import moves, reference
+from kvxfer.kernels import _row_sums, moves
 from kvxfer.kernels._launch import INTERPRETED
-from kvxfer.memory import HostMemory
 from kvxfer.streams import cuda_stream
 from kvxfer.streams import ring as ring_layout
-from kvxfer.streams.ring import LANES_OFFSET_BYTES, LINEAR, OrderCode, Ring, Span, order_offset_bytes, order_value
-from tests.kernels.conftest import DEVICE
-
-MEMORY_BYTES = 96 << 10
-NUM_LANES, NUM_OFFSETS = 3, 900
-# The reference works on addresses of host memory only, which is all these tests have.
-all_ops = pytest.mark.parametrize("ops", [kvxfer.kernels, reference], ids=lambda module: module.__name__)
-
-
-class World:
-    """A ring and three memories of random bytes, which the device can reach."""
-
-    def __init__(self) -> None:
-        self.ring = Ring.create(NUM_LANES, NUM_OFFSETS)
-        self.memories = [HostMemory.create(MEMORY_BYTES, "test-rows") for _ in range(3)]
-        for idx, memory in enumerate(self.memories):
-            memory.array[:] = np.random.default_rng(idx).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
-        self._shared = [self.ring.memory, *self.memories]
-        if DEVICE == "cuda":
-            for memory in self._shared:
-                assert int(torch.cuda.cudart().cudaHostRegister(memory.address, memory.num_bytes, 2)) == 0  # type: ignore[no-untyped-call]
-        table = [[memory.address, memory.num_bytes] for memory in self.memories]
-        self.table = torch.tensor(table, device=DEVICE)
-
-    def move(self, ops: ModuleType, number: int, max_ctas: int = 2) -> None:
-        """What a stream does for an entry whose order has come."""
-        words = torch.from_numpy(self.ring.memory.array.view(np.int64))
-        options = {} if ops is reference else {"max_ctas": max_ctas}
-        ops.move_rows(
-            words,
-            self.table,
-            order_offset_bytes(number) // 8,
-            order_value(number, OrderCode.RUN),
-            LANES_OFFSET_BYTES // 8,
-            self.ring.lane_bytes // 8,
-            **options,
-        )
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-
-    def order(self, number: int, spans: list[Span], offsets: list[int], lane: int = 0) -> None:
-        self.ring.fill_lane(lane, spans, np.array(offsets, dtype=np.int64))
-        self.ring.order(number, OrderCode.RUN, lane)
-
-    def bytes(self) -> list[bytes]:
-        return [memory.array.tobytes() for memory in self.memories]
-
-    def close(self) -> None:
-        for memory in self._shared:
-            if DEVICE == "cuda":
-                assert int(torch.cuda.cudart().cudaHostUnregister(memory.address)) == 0  # type: ignore[no-untyped-call]
-        self.ring.close()
-        for memory in self.memories:
-            memory.close()
+from kvxfer.streams.ring import LANES_OFFSET_BYTES, LINEAR, OrderCode, Span, order_offset_bytes, order_value
+from tests.kernels.moves_world import MEMORY_BYTES, NUM_LANES, NUM_OFFSETS, World, all_ops, naive, random_spans
 
 
 @pytest.fixture
@@ -79,55 +26,13 @@ def world() -> Iterator[World]:
     made.close()
 
 
-def naive(before: list[bytes], spans: list[Span], offsets: list[int]) -> list[bytes]:
-    """What the memories hold afterwards, by slices of bytes."""
-    after = [bytearray(memory) for memory in before]
-    for span in spans:
-        for row in range(span.num_rows):
-            src, dst = (
-                first + (row * span.row_bytes if table == LINEAR else offsets[table + row])
-                for first, table in ((span.src_first_byte, span.src_table), (span.dst_first_byte, span.dst_table))
-            )
-            taken = before[span.src_memory][src : src + span.row_bytes]
-            after[span.dst_memory][dst : dst + span.row_bytes] = taken
-    return [bytes(memory) for memory in after]
-
-
-def random_spans(rng: random.Random, word_bytes: int, num_spans: int) -> tuple[list[Span], list[int]]:
-    """Spans from memory 0 and 1 into 1 and 2, no place written twice and none read that is written."""
-    spans: list[Span] = []
-    offsets: list[int] = []
-    free = {(memory, half): half * MEMORY_BYTES // 2 for memory in range(3) for half in range(2)}
-    for _ in range(num_spans):
-        row_bytes = word_bytes * rng.randint(1, max(1, min(2000, 6000 // num_spans) // word_bytes))
-        num_rows = rng.randint(1, max(1, MEMORY_BYTES // 2 // num_spans // (row_bytes + 2 * word_bytes) // 2))
-        # Upper halves are read, lower ones written.
-        src_memory, dst_memory = rng.choice([(0, 1), (1, 2), (0, 2), (2, 0), (1, 1)])
-        sides = []
-        for memory, half in ((src_memory, 1), (dst_memory, 0)):
-            stride = row_bytes + word_bytes * rng.randint(0, 2)
-            first = free[memory, half] + word_bytes * rng.randint(0, 3)
-            free[memory, half] = first + num_rows * stride
-            assert free[memory, half] <= (half + 1) * MEMORY_BYTES // 2
-            if rng.random() < 0.3:
-                sides.append((first, LINEAR))
-                continue
-            places = [row * stride for row in range(num_rows)]
-            rng.shuffle(places)
-            sides.append((first, len(offsets)))
-            offsets += places
-        (src_first, src_table), (dst_first, dst_table) = sides
-        spans.append(
-            Span(row_bytes, num_rows, word_bytes, src_memory, src_first, src_table, dst_memory, dst_first, dst_table)
-        )
-    return spans, offsets
-
-
 def test_kernel_and_ring_agree_on_where_words_lie() -> None:
     for name in ("MAX_SPANS", "SPAN_WORDS", "OFFSETS_WORD"):
         assert getattr(moves, name) == getattr(ring_layout, name)
     assert moves.SPANS_WORD == ring_layout.OFFSETS_WORD - ring_layout.MAX_SPANS * ring_layout.SPAN_WORDS
-    assert moves.MAX_MEMORIES == cuda_stream.MAX_MEMORIES
+    assert moves.MAX_MEMORIES == cuda_stream.MAX_MEMORIES == ring_layout.MemoryIndex.STAGING + 1
+    kinds = _row_sums.SUM_NONE, _row_sums.SUM_MOVED, _row_sums.SUM_CHECKED
+    assert list(kinds) == list(ring_layout.SumKind)
 
 
 @all_ops
@@ -206,7 +111,7 @@ def test_an_order_is_staged_as_far_as_it_is_in_use(num_offsets: int, world: Worl
     num_used = moves.OFFSETS_WORD + num_offsets if num_offsets else moves.SPANS_WORD + 2 * moves.SPAN_WORDS
     num_staged = num_used + num_used % 2
     for code in OrderCode.RUN, OrderCode.SKIP:
-        scratch = torch.full((lane_words + 6,), -7)
+        scratch = torch.full((moves.scratch_words(lane_words, len(world.table)),), -7)
         world.ring.order(3, code, 1)
         moves.stage_order(
             words,
@@ -217,13 +122,15 @@ def test_an_order_is_staged_as_far_as_it_is_in_use(num_offsets: int, world: Worl
             LANES_OFFSET_BYTES // 8,
             lane_words,
         )
-        assert scratch[lane_words:].tolist() == world.table.view(-1).tolist()
+        sums_word = lane_words + 2 * len(world.table)
+        assert torch.equal(scratch[lane_words:sums_word], world.table.view(-1))
+        assert scratch[sums_word:-1].tolist() == [0] * (_row_sums.SUM_LANES + 1)
         if code is OrderCode.RUN:
             assert torch.equal(scratch[:num_staged], lane[:num_staged])
             assert (scratch[num_staged:lane_words] == -7).all()
         else:
-            assert scratch[0] == 0
-            assert (scratch[1:lane_words] == -7).all()
+            assert scratch[:3].tolist() == [0, -7, 0]
+            assert (scratch[3:lane_words] == -7).all()
 
 
 @all_ops
@@ -300,7 +207,7 @@ def test_more_spans_than_a_lane_has_are_cut_to_those(ops: ModuleType, world: Wor
         ("memories", {"memories": torch.zeros(4, 2, dtype=torch.int64)[::2]}),
         ("words", {"words": torch.zeros(4002, dtype=torch.int64)[1:-1]}),
         ("memories", {"memories": torch.zeros(257, 2, dtype=torch.int64)}),
-        ("entry_word", {"entry_word": 3997}),
+        ("entry_word", {"entry_word": 3996}),
         ("lanes_word", {"lanes_word": 4002}),
         ("lanes_word", {"lanes_word": 9}),
         ("lane_words", {"lane_words": moves.OFFSETS_WORD}),

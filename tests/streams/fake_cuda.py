@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from kvxfer.kernels import reference
+from kvxfer.kernels.moves import scratch_words
 
 OK = (0,)
 CONTEXT = 11
-KERNELS = {b"stage cubin": b"stage", b"move cubin": b"move"}
+KERNELS = {b"stage cubin": b"stage", b"check cubin": b"check", b"move cubin": b"move"}
 
 
 class CUresult(enum.IntEnum):
@@ -99,6 +100,7 @@ class FakeCuda:
         self.registered: dict[int, int] = {}
         self.streams: dict[int, Stream] = {0: Stream()}
         self.num_events = 0
+        self.num_checks = 0
         self.priorities: list[int] = []
         self.scratch: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._staged: dict[int, tuple[int, ...]] = {}
@@ -231,25 +233,33 @@ class FakeCuda:
         assert self._depth
         *grid, _shared, stream, pointers, extra = rest
         assert (grid[1:], extra) == ([1, 1, 64, 1, 1], 0)
-        addresses = (ctypes.c_void_p * {b"stage": 11, b"move": 5}[function]).from_address(pointers)
+        addresses = (ctypes.c_void_p * {b"stage": 11, b"check": 5, b"move": 7}[function]).from_address(pointers)
         *values, first_null, second_null = (_word(address or 0).value for address in addresses)
         assert first_null == second_null == 0
-        job = partial(self._stage if function == b"stage" else self._move, grid[0], *values)
-        self.streams[stream].push(job)
+        kernels: dict[bytes, Callable[..., bool]] = {b"stage": self._stage, b"check": self._check, b"move": self._move}
+        self.streams[stream].push(partial(kernels[function], grid[0], *values))
         return OK
 
     def _stage(self, num_ctas: int, words: int, memories: int, scratch: int, *numbers: int) -> bool:
         """Only remembered: nothing is to change what it reads until the rows are moved."""
         _, _, _, lane_words, _, num_memories = numbers
         assert num_ctas == 1
-        assert len(self.scratch[scratch]) >= 8 * (lane_words + 2 * num_memories)
+        assert len(self.scratch[scratch]) >= 8 * scratch_words(lane_words, num_memories)
         self._staged[scratch] = (words, memories, *numbers)
         return True
 
-    def _move(self, num_ctas: int, scratch: int, *sizes: int) -> bool:
-        words, memories, entry, run, lanes, lane_words, num_lanes, num_memories = self._staged.pop(scratch)
+    def _check(self, num_ctas: int, scratch: int, *sizes: int) -> bool:
+        """Left to what moves the rows, which must not run without it."""
+        _, _, _, _, _, lane_words, _, num_memories = self._staged[scratch]
         assert num_ctas > 1
         assert sizes == (lane_words, num_memories)
+        self.num_checks += 1
+        return True
+
+    def _move(self, num_ctas: int, scratch: int, *numbers: int) -> bool:
+        words, memories, entry, run, lanes, lane_words, num_lanes, num_memories = self._staged.pop(scratch)
+        assert num_ctas > 1
+        assert numbers == (words, entry, lane_words, num_memories)
         reference.move_rows(
             _tensor(words, lanes + num_lanes * lane_words),
             _tensor(memories, 2 * num_memories).view(-1, 2),

@@ -15,16 +15,20 @@ import pytest
 
 import kvxfer.kernels.moves
 from kvxfer.errors import ContractError, RegistrationError, TransportError
-from kvxfer.kernels.moves import CompiledKernel, CompiledMove
+from kvxfer.kernels._compiled import CompiledKernel
+from kvxfer.kernels.moves import CompiledMove
 from kvxfer.memory import HostMemory
+from kvxfer.row_sums import row_sum
 from kvxfer.streams import cuda_marks, cuda_stream, cuda_track, driver
 from kvxfer.streams.cuda_stream import CudaRowStream
 from kvxfer.streams.device import DevicePool
-from kvxfer.streams.ring import LINEAR, OrderCode, Ring, Span
+from kvxfer.streams.ring import LINEAR, MemoryIndex, OrderCode, Ring, Span, SumKind, SumOrder
 from tests.streams.fake_cuda import CUresult, FakeCuda
 
 NUM_BYTES = 64 << 10
 WHOLE = Span(64, 10, 16, 0, 128, LINEAR, 1, 0, LINEAR)
+STAGED = Span(64, 10, 16, MemoryIndex.STAGING, 0, LINEAR, 0, 128, LINEAR)
+NO_SUM = SumOrder(SumKind.NONE, 0)
 
 
 @pytest.fixture
@@ -33,8 +37,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(driver, "cuda", lambda: made)
     for module in (cuda_marks, cuda_stream, cuda_track):
         monkeypatch.setattr(module, "cuda", lambda: made)
+    parameters = {"stage": 11, "check": 5, "move": 7}
     compiled = CompiledMove(
-        CompiledKernel(b"stage cubin", "stage", 11, 64, 0), CompiledKernel(b"move cubin", "move", 5, 64, 0)
+        *(CompiledKernel(f"{name} cubin".encode(), name, number, 64, 0) for name, number in parameters.items())
     )
     monkeypatch.setattr(kvxfer.kernels.moves, "compile_move_rows", lambda _capability: compiled)
     for cached in (driver.gpu, cuda_track.load_kernels):
@@ -48,8 +53,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 class Owner:
     """A worker with a pool, which is host memory here, and its stream."""
 
-    def __init__(self, num_streams: int = 1) -> None:
-        self.ring = Ring.create(2, 100)
+    def __init__(self, num_streams: int = 1, staging_bytes: int = 0) -> None:
+        self.ring = Ring.create(2, 100, staging_bytes)
         self.pool = HostMemory.create(NUM_BYTES, "pool")
         self.slots = HostMemory.create(NUM_BYTES, "slots")
         self.pool.array[:] = np.random.default_rng(0).integers(1, 256, NUM_BYTES)
@@ -63,8 +68,8 @@ class Owner:
             self.stream.enqueue(self.num_enqueued)
             self.num_enqueued += 1
 
-    def run(self, number: int) -> None:
-        self.ring.fill_lane(0, [WHOLE], np.empty(0, dtype=np.int64))
+    def run(self, number: int, span: Span = WHOLE, summed: SumOrder = NO_SUM) -> None:
+        self.ring.fill_lane(0, [span], np.empty(0, dtype=np.int64), summed)
         self.ring.order(number, OrderCode.RUN, 0)
 
     def wait_done(self, number: int) -> None:
@@ -145,9 +150,40 @@ def test_no_stream_of_its_has_the_priority_of_others(owner: Owner, cuda: FakeCud
     assert set(cuda.priorities) == {cuda_stream.STREAM_PRIORITY}
 
 
-@pytest.mark.parametrize("index", [-1, 256])
+def test_a_gather_tells_its_sum(owner: Owner, cuda: FakeCuda) -> None:
+    owner.enqueue(1)
+    owner.run(0, WHOLE, SumOrder(SumKind.MOVED, 0))
+    owner.wait_done(0)
+    assert owner.ring.sum_of(0) == row_sum(owner.pool.array[128:768])
+    assert cuda.num_checks == 0, "a kernel for nothing"
+
+
+@pytest.mark.parametrize("num_streams", [1, 2])
+def test_a_segment_is_checked_in_memory_of_the_gpu(cuda: FakeCuda, num_streams: int) -> None:
+    owner = Owner(num_streams, staging_bytes=4096)
+    assert [len(block) for block in cuda.scratch.values()].count(4096) == num_streams
+    owner.slots.array[:] = np.random.default_rng(1).integers(1, 256, NUM_BYTES)
+    segment, pages = owner.slots.array[256:896], owner.pool.array[128:768]
+    summed = SumOrder(SumKind.CHECKED, 256, 640, row_sum(segment))
+    before = pages.copy()
+    owner.enqueue(2)
+    segment[639] ^= 64
+    owner.run(0, STAGED, summed)
+    owner.wait_done(0)
+    assert owner.ring.sum_of(0) == row_sum(segment) != summed.expected
+    assert np.array_equal(pages, before)
+    segment[639] ^= 64
+    owner.run(1, STAGED, summed)
+    owner.wait_done(1)
+    assert owner.ring.sum_of(1) == summed.expected
+    assert np.array_equal(pages, segment)
+    owner.end()
+    assert cuda.scratch == {}
+
+
+@pytest.mark.parametrize("index", [-1, 255, 256])
 def test_memories_are_few(owner: Owner, index: int) -> None:
-    with pytest.raises(ContractError, match=f"^memory index: got {index}, expected 0 to 255"):
+    with pytest.raises(ContractError, match=f"^memory index: got {index}, expected 0 to 254"):
         owner.stream.set_memory(index, owner.slots)
 
 

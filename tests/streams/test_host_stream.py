@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -11,15 +12,16 @@ import pytest
 
 from kvxfer.errors import ContractError
 from kvxfer.memory import HostMemory
+from kvxfer.row_sums import row_sum
 from kvxfer.streams.host_stream import HostRowStream
-from kvxfer.streams.ring import LINEAR, MemoryIndex, OrderCode, Ring, Span
+from kvxfer.streams.ring import LINEAR, MemoryIndex, OrderCode, Ring, Span, SumKind, SumOrder
 
 NO_OFFSETS = np.empty(0, dtype=np.int64)
 
 
 class _Stage:
     def __init__(self) -> None:
-        self.ring = Ring.create(2, 100)
+        self.ring = Ring.create(2, 100, staging_bytes=128)
         self.pool, self.slots = HostMemory.create(4096, "pool"), HostMemory.create(4096, "slots")
         self.pool.array[:] = np.arange(4096) % 251
         self.stream = HostRowStream(self.ring, self.pool, self.slots)
@@ -64,6 +66,38 @@ def test_an_entry_moves_what_its_order_says_when_it_comes(stage: _Stage) -> None
     expected[64:79] = np.concatenate([stage.pool.array[1 + offset : 6 + offset] for offset in offsets])
     expected[:32] = stage.pool.array[32:64]
     np.testing.assert_array_equal(stage.slots.array, expected)
+
+
+def test_a_gather_tells_the_sum_of_its_segment(stage: _Stage) -> None:
+    """Rows that lie one behind the other, and some that do not; one is left out."""
+    offsets = np.array([5, 100, 7, 4090], dtype=np.int64)
+    spans = [pack(13, 3, src=1, table=0, dst=64), pack(16, 2, src=32, dst=128), pack(16, 1, src=4090, dst=160)]
+    spans.append(dataclasses.replace(pack(7, 3, dst=256), dst_table=1))
+    number = stage.enqueue()
+    stage.ring.fill_lane(1, spans, offsets, SumOrder(SumKind.MOVED, 64))
+    stage.ring.order(number, OrderCode.RUN, 1)
+    stage.wait(number)
+    assert stage.slots.array[256 + 100] == stage.pool.array[0]
+    assert stage.ring.sum_of(number) == row_sum(stage.slots.array[64:1024])
+
+
+def test_a_segment_that_is_not_as_announced_moves_nothing(stage: _Stage) -> None:
+    stage.slots.array[:] = np.arange(4096) % 241
+    segment = stage.slots.array[512:612]
+    summed = SumOrder(SumKind.CHECKED, 512, 100, row_sum(segment))
+    span = Span(100, 1, 4, MemoryIndex.STAGING, 0, LINEAR, MemoryIndex.POOL, 1000, LINEAR)
+    before = stage.pool.array.copy()
+    wrong = [dataclasses.replace(summed, num_bytes=number) for number in (0, -4, 99, 129)]
+    wrong += [dataclasses.replace(summed, first_byte=number) for number in (-16, 528, 4080)]
+    for each in [*wrong, summed]:
+        number = stage.enqueue()
+        stage.ring.fill_lane(0, [span], NO_OFFSETS, each)
+        stage.ring.order(number, OrderCode.RUN, 0)
+        stage.wait(number)
+        assert (stage.ring.sum_of(number) == summed.expected) == (each is summed)
+        if each is not summed:
+            np.testing.assert_array_equal(stage.pool.array, before)
+    np.testing.assert_array_equal(stage.pool.array[1000:1100], segment)
 
 
 def test_a_skipped_entry_moves_nothing(stage: _Stage) -> None:
