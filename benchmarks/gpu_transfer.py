@@ -97,7 +97,8 @@ def run(cases: list[Named], seconds: float, json_path: Path | None) -> tuple[dic
     _say("| case | ms | share | GB/s | tail ms | us a segment | decode us | kept | MiB | s |")
     _say("|---|---|---|---|---|---|---|---|---|---|")
     try:
-        with CaseRunner(max(each.case.num_ranks for each in cases), cases[0].case.device) as runner:
+        num_gpus = cases[0].case.num_gpus if cases[0].case.device == "cuda" else None
+        with CaseRunner(max(each.case.num_ranks for each in cases), num_gpus) as runner:
             for named in cases:
                 if time.monotonic() - began_s > seconds:
                     left_out.append(named.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvxfer.cli import protocol
-from kvxfer.cli.ensemble import Ensemble, Setup, start_workers
+from kvxfer.cli.ensemble import Ensemble, Setup, gpu_of_rank, start_workers
 from kvxfer.cli.harness import Cast
 
 _TIMEOUT_S = 180.0
@@ -12,10 +12,10 @@ _TIMEOUT_S = 180.0
 class Stage:
     """Workers, agents and yardstick of several cases in turn. `Cast` ends them."""
 
-    def __init__(self, cast: Cast, num_ranks: int, device: protocol.Device) -> None:
-        """Start workers for cases of up to `num_ranks` ranks, whose pools lie on `device`."""
+    def __init__(self, cast: Cast, num_ranks: int, num_gpus: int | None) -> None:
+        """Start workers for cases of up to `num_ranks` ranks, whose pools lie on `num_gpus` GPUs; None: on the host."""
         self._cast = cast
-        self._workers = start_workers(cast, num_ranks, in_one_process=device == "cuda")
+        self._workers = start_workers(cast, num_ranks, num_gpus=num_gpus)
         self._ensemble: Ensemble | None = None
         self._yardstick: Yardstick | None = None
 
@@ -35,6 +35,26 @@ class Stage:
             self._yardstick = Yardstick(self._cast)
         self._yardstick.prepare(transport, num_bytes)
         return self._yardstick
+
+
+class CopyYardstick:
+    """One copy of the case's bytes by torch, from the GPU of the prefill worker to that of the first decode rank."""
+
+    path = ""
+
+    def __init__(self, ensemble: Ensemble, num_bytes: int) -> None:
+        self._worker = ensemble.prefill
+        self._command = protocol.CopyAcross(
+            num_bytes=num_bytes, dst_device_index=gpu_of_rank(0, ensemble.setup.num_gpus)
+        )
+
+    def write_once(self) -> float:
+        """Seconds of one copy, whose bytes were compared."""
+        return self._worker.ask(self._command, protocol.Copied, _TIMEOUT_S).elapsed_s
+
+    def check(self) -> list[str]:
+        """Nothing: a copy that went wrong has failed."""
+        return []
 
 
 class Yardstick:

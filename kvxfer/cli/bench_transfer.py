@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvxfer.cli import protocol
-from kvxfer.cli.bench_stage import Stage, Yardstick
+from kvxfer.cli.bench_stage import CopyYardstick, Stage, Yardstick
 from kvxfer.cli.ensemble import Ensemble, Move, Pace, Pool
 from kvxfer.cli.harness import Cast
 from kvxfer.cli.output import Steps
@@ -94,6 +94,7 @@ class TransferResult:
             "send_ms": self._stage_ms(lambda stats: stats.send_s, sending=True),
             "scatter_ms": self._stage_ms(lambda stats: stats.scatter_s, sending=False),
             "device": case.device,
+            "gpus": case.num_gpus,
             "placement": case.placement,
             "busy": case.busy,
             "verify": case.verify,
@@ -136,19 +137,21 @@ def run_cases(cases: Sequence[TransferCase], steps: Steps) -> list[TransferResul
 
     Raises `KvxferError` where one cannot be run.
     """
-    with CaseRunner(max(case.num_ranks for case in cases), cases[0].device, steps) as runner:
+    num_gpus = cases[0].num_gpus if cases[0].device == "cuda" else None
+    with CaseRunner(max(case.num_ranks for case in cases), num_gpus, steps) as runner:
         return [runner.run(case) for case in cases]
 
 
 class CaseRunner:
-    """Runs cases of up to `num_ranks` ranks with pools on `device`. Leaving the context ends all processes."""
+    """Runs cases of up to `num_ranks` ranks with pools on `num_gpus` GPUs, or, None, on the host. Leaving the context
+    ends all processes."""
 
-    def __init__(self, num_ranks: int, device: protocol.Device, steps: Steps | None = None) -> None:
+    def __init__(self, num_ranks: int, num_gpus: int | None, steps: Steps | None = None) -> None:
         self._steps = steps or Steps()
         self._steps("starting workers")
         with contextlib.ExitStack() as stack:
             self._cast = stack.enter_context(Cast())
-            self._stage = Stage(self._cast, num_ranks, device)
+            self._stage = Stage(self._cast, num_ranks, num_gpus)
             self._stack = stack.pop_all()
 
     def run(self, case: TransferCase) -> TransferResult:
@@ -174,7 +177,12 @@ def _run_on(stage: Stage, case: TransferCase, steps: Steps) -> TransferResult:
     )
     steps(f"{case.mode}: starting agents")
     ensemble = stage.ensemble(case.setup())
-    yardstick = stage.yardstick(case.transport, case.num_bytes) if case.has_yardstick else None
+    yardstick: Yardstick | CopyYardstick | None = None
+    if case.has_yardstick:
+        pulls = case.pulls_on_gpus
+        yardstick = (
+            CopyYardstick(ensemble, case.num_bytes) if pulls else stage.yardstick(case.transport, case.num_bytes)
+        )
     ensemble.hand_over(_pool(case, paging.src_pages, Shard()), _dst_pools(case, paging), fill=0)
     rows = protocol.PatternRows(
         seed=_SEED, num_layers=case.num_layers, num_tokens=case.num_tokens, row_bytes=case.row_bytes
@@ -191,7 +199,7 @@ def _run_on(stage: Stage, case: TransferCase, steps: Steps) -> TransferResult:
 def _measure(
     case: TransferCase,
     ensemble: Ensemble,
-    yardstick: Yardstick | None,
+    yardstick: Yardstick | CopyYardstick | None,
     paging: Paging,
     rows: protocol.PatternRows,
     pair: Move,

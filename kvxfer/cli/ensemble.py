@@ -59,6 +59,7 @@ class Setup:
     device: protocol.Device = "cpu"
     placement: protocol.RowPlacement = "agent"
     verify: Verify = "off"
+    num_gpus: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +109,30 @@ class Workers:
     decode: list[Line]
 
 
-def start_workers(cast: Cast, num_ranks: int, *, in_one_process: bool) -> Workers:
-    """One prefill worker and `num_ranks` decode workers: a process each, or, where they share a GPU, all in one."""
+def gpu_of_rank(rank: int, num_gpus: int) -> int:
+    """Where the pool of a decode rank lies, if that of the prefill worker lies on GPU 0: on another one, where there is
+    one, so that every row crosses the link between GPUs."""
+    return 1 + rank % (num_gpus - 1) if num_gpus > 1 else 0
+
+
+def start_workers(cast: Cast, num_ranks: int, *, num_gpus: int | None) -> Workers:
+    """One prefill worker and `num_ranks` decode workers: a process each, or, where they are to share `num_gpus` GPUs,
+    one for all that have a GPU in common."""
     names = [f"decode-worker-{rank}" for rank in range(num_ranks)]
-    if not in_one_process:
+    if num_gpus is None:
         prefill = cast.start_worker("prefill-worker", "kvxfer.cli.prefill_worker")
         return Workers(prefill, [cast.start_worker(name, "kvxfer.cli.decode_worker") for name in names])
-    roles = {"prefill-worker": "prefill"} | dict.fromkeys(names, "decode")
-    # A stream of each worker waits on the GPU for orders: with fewer connections one could hold up another.
-    crew = cast.start_crew("workers", roles, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
-    return Workers(crew.members[0], crew.members[1:])
+    crews: list[dict[str, str]] = [{} for _ in range(num_gpus)]
+    crews[0]["prefill-worker"] = "prefill"
+    for rank, name in enumerate(names):
+        crews[gpu_of_rank(rank, num_gpus)][name] = "decode"
+    lines: dict[str, Line] = {}
+    for device_index, roles in enumerate(crews):
+        if roles:
+            # A stream of each worker waits on the GPU for orders: with fewer connections one could hold up another.
+            crew = cast.start_crew(f"workers-{device_index}", roles, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+            lines |= zip(roles, crew.members, strict=True)
+    return Workers(lines["prefill-worker"], [lines[name] for name in names])
 
 
 class Ensemble:
@@ -128,7 +143,8 @@ class Ensemble:
         self._cast = cast
         self.setup = setup
         if workers is None:
-            workers = start_workers(cast, setup.num_ranks, in_one_process=setup.device == "cuda")
+            num_gpus = setup.num_gpus if setup.device == "cuda" else None
+            workers = start_workers(cast, setup.num_ranks, num_gpus=num_gpus)
         self.prefill = workers.prefill
         self.decode = workers.decode[: setup.num_ranks]
         transport = TransportConfig(name=setup.transport)
@@ -158,6 +174,7 @@ class Ensemble:
     def hand_over(self, src: Pool, dst: list[Pool], fill: int) -> None:
         """Let every worker create its pool, all bytes `fill`, and hand it to its agent."""
         names = ("prefill-agent", *self._decode_names)
+        places = (0, *(gpu_of_rank(rank, self.setup.num_gpus) for rank in range(self.setup.num_ranks)))
         commands = [
             protocol.HandOver(
                 socket_dir=self._cast.socket_dir(name),
@@ -165,9 +182,10 @@ class Ensemble:
                 pool_bytes=pool.num_bytes,
                 fill=fill,
                 device=self.setup.device,
+                device_index=device_index,
                 placement=self.setup.placement,
             )
-            for name, pool in zip(names, [src, *dst], strict=True)
+            for name, pool, device_index in zip(names, [src, *dst], places, strict=True)
         ]
         self.prefill.send(commands[0])
         if self.setup.device == "cuda":

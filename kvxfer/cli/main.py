@@ -194,8 +194,12 @@ def bench_transfer(
         float, typer.Option(help="Time that a descriptor takes on the emulated wire, up to 1e6.")
     ] = 0.0,
     device: Annotated[
-        _Device, choice("--device", _Device, "Where the pools lie; on a GPU all workers are one process.")
+        _Device, choice("--device", _Device, "Where the pools lie; workers that share a GPU are one process.")
     ] = _Device.CPU,
+    gpus: Annotated[
+        int,
+        whole("--gpus", "The prefill worker has GPU 0, decode ranks in turn the others; 1: all have GPU 0.", 1, 16),
+    ] = 1,
     placement: Annotated[
         _Placement | None,
         choice(
@@ -248,6 +252,7 @@ def bench_transfer(
             placement.value,
             busy.value,
             verify.value,
+            num_gpus=gpus,
         )
         for each in modes
     ]

@@ -52,6 +52,8 @@ class PrefillWorker:
                 products = self._products_of(command.busy)
                 assert products is not None, command
                 return compute_alone(products, command.duration_s)
+            case protocol.CopyAcross():
+                return self._copy_across(command)
             case _:
                 return protocol.Failed(error=f"a prefill worker cannot do {type(command).__name__}")
 
@@ -83,6 +85,13 @@ class PrefillWorker:
         if busy not in self._products:
             self._products[busy] = Products(busy)
         return self._products[busy]
+
+    def _copy_across(self, command: protocol.CopyAcross) -> protocol.Copied:
+        # Only here, as above.
+        from kvxfer.cli.torch_pool import TorchPool
+
+        assert isinstance(self.pool, TorchPool), "only pools of GPUs are copied to others"
+        return protocol.Copied(elapsed_s=self.pool.copy_across(command.num_bytes, command.dst_device_index))
 
     def _host_memory(self) -> HostMemory:
         assert isinstance(self.pool, HostPool), "the model of the demo runs on the host"

@@ -39,11 +39,20 @@ class HandOver(_Tagged, frozen=True, kw_only=True):
     pool_bytes: int
     fill: int
     device: Device = "cpu"
+    device_index: int = 0
     placement: RowPlacement = "agent"
 
 
 class LetGo(_Tagged, frozen=True, kw_only=True):
     """Leave the agent and free the pool; another `HandOver` may follow. Answered by `Done`."""
+
+
+class CopyAcross(_Tagged, frozen=True, kw_only=True):
+    """Prefill worker, whose pool lies on a GPU: copy `num_bytes` of it to GPU `dst_device_index`. Answered by
+    `Copied`."""
+
+    num_bytes: int
+    dst_device_index: int
 
 
 class FillRows(_Tagged, frozen=True, kw_only=True):
@@ -248,6 +257,12 @@ class Written(_Tagged, frozen=True, kw_only=True):
     path: str
 
 
+class Copied(_Tagged, frozen=True, kw_only=True):
+    """One copy of torch, seen from the host."""
+
+    elapsed_s: float
+
+
 class Progress(_Tagged, frozen=True, kw_only=True):
     """How far a long command is."""
 
@@ -271,6 +286,7 @@ Command = (
     | MakeTicket
     | Compute
     | SendChunks
+    | CopyAcross
     | Open
     | AwaitEnd
     | Verify
@@ -291,6 +307,7 @@ Reply = (
     | Verified
     | EngineOpen
     | Written
+    | Copied
     | Progress
     | Failed
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 
 import numpy as np
 import torch
@@ -18,19 +19,29 @@ _lock = threading.Lock()
 
 
 class TorchPool:
-    """`[num_bytes]` uint8 on a device. Every method waits for the device before it returns."""
+    """`[num_bytes]` uint8 on a device, for the thread that made it. Every method waits for the device before it
+    returns."""
 
     def __init__(self, num_bytes: int, fill: int, device: str) -> None:
-        """Raises `KvxferError` where the device is not there."""
-        if device == "cuda":
-            if not torch.cuda.is_available():
-                raise KvxferError("--device cuda: got no CUDA device, expected one: run without --device cuda")
-            with _lock:  # members of a crew share the device's context
-                base_device_bytes()
+        """`device`: "cpu", or "cuda:1", which becomes this thread's current one. Raises `KvxferError` where it is not
+        there."""
         self._device = torch.device(device)
+        if self._device.type == "cuda":
+            self._enter_gpu()
         self._tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         self._image: tuple[tuple[PoolLayout, int, dict[str, Expected]], torch.Tensor] | None = None
+        self._copy: torch.Tensor | None = None
         self.fill(fill)
+
+    def _enter_gpu(self) -> None:
+        num_gpus = torch.cuda.device_count()
+        if not num_gpus:
+            raise KvxferError("--device cuda: got no CUDA device, expected one: run without --device cuda")
+        if self._device.index >= num_gpus:
+            raise KvxferError(f"--gpus: got {num_gpus} GPUs here, expected at least {self._device.index + 1}")
+        torch.cuda.set_device(self._device)
+        with _lock:  # members of a crew share the device's context
+            base_device_bytes(self._device)
 
     @property
     def handle(self) -> DevicePool:
@@ -72,16 +83,33 @@ class TorchPool:
             self._image = ((layout, fill, groups), image)
         return self._image[1]
 
+    def copy_across(self, num_bytes: int, dst_device_index: int) -> float:
+        """Seconds that torch takes to copy the first `num_bytes` to another device of this one's kind, or on it. The
+        copy's memory is kept for the next call. Raises `KvxferError` where it is not what it should be."""
+        device = torch.device(self._device.type, dst_device_index)
+        if self._copy is None or (len(self._copy), self._copy.device) != (num_bytes, device):
+            self._copy = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._copy.zero_()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        start_s = time.monotonic()
+        self._copy.copy_(self._tensor[:num_bytes])
+        self._wait()
+        elapsed_s = time.monotonic() - start_s
+        if not torch.equal(self._copy.to(self._device), self._tensor[:num_bytes]):
+            raise KvxferError(f"copy of {num_bytes} bytes to {device}: got other bytes, expected those of the source")
+        return elapsed_s
+
     def device_bytes(self) -> int:
         """Memory of the device beyond that of this process's tensors and of what it had before the first pool."""
         if self._device.type == "cpu":
             return 0
-        return used_device_bytes() - base_device_bytes()
+        return used_device_bytes(self._device) - base_device_bytes(self._device)
 
     def close(self) -> None:
         """Give the memory back."""
         self._tensor = torch.empty(0, dtype=torch.uint8)
-        self._image = None
+        self._image = self._copy = None
 
     def _place(self, target: torch.Tensor, group: Group, tokens: Offsets, offsets: Offsets, source: RowSource) -> None:
         """Put the row of `tokens[i]` at byte `offsets[i]` of each layer of `group`, which begins at its first one."""
@@ -102,20 +130,20 @@ class TorchPool:
             torch.cuda.current_stream().synchronize()
 
 
-def used_device_bytes() -> int:
-    """Memory of the device that is taken, without what torch has taken for tensors."""
-    free_bytes, all_bytes = torch.cuda.mem_get_info()
-    return all_bytes - free_bytes - torch.cuda.memory_reserved()
+def used_device_bytes(device: torch.device) -> int:
+    """Memory of a GPU that is taken, without what torch has taken for tensors."""
+    free_bytes, all_bytes = torch.cuda.mem_get_info(device)
+    return all_bytes - free_bytes - torch.cuda.memory_reserved(device)
 
 
 @functools.cache
-def base_device_bytes() -> int:
+def base_device_bytes(device: torch.device) -> int:
     """`used_device_bytes` once the context is there and torch has loaded the kernels that workers of the bench use."""
-    ones = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda")
+    ones = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
     torch.mm(ones, ones)
-    few = torch.full((64,), 1, dtype=torch.uint8, device="cuda")
-    spots = torch.arange(4, device="cuda")[:, None] + torch.arange(2, device="cuda")
+    few = torch.full((64,), 1, dtype=torch.uint8, device=device)
+    spots = torch.arange(4, device=device)[:, None] + torch.arange(2, device=device)
     few[spots] = few[spots]
     torch.equal(few, torch.full_like(few, 1))
     torch.cuda.current_stream().synchronize()
-    return used_device_bytes()
+    return used_device_bytes(device)

@@ -47,6 +47,7 @@ class TransferCase:
     busy: Busy = "none"
     verify: Verify = "off"
     deadline_s: float = DEADLINE_S
+    num_gpus: int = 1
 
     def check(self) -> None:
         """Raise `ConfigError` for values that make no bench."""
@@ -71,6 +72,8 @@ class TransferCase:
             raise ConfigError(f"--verify: got full with mode {self.mode}, expected off: packed segments have checksums")
         if self.device == "cpu" and self.busy != "none":
             raise ConfigError(f"--busy: got {self.busy}, expected none with --device cpu: a GPU computes the products")
+        if self.device == "cpu" and self.num_gpus != 1:
+            raise ConfigError(f"--gpus: got {self.num_gpus} with --device cpu, expected --device cuda")
 
     def _check_numbers(self) -> None:
         minimum = {"tokens": (self.num_tokens, 0), "layers": (self.num_layers, 1), "row-bytes": (self.row_bytes, 1)}
@@ -120,6 +123,11 @@ class TransferCase:
         return self.num_bytes > 0 and self.wire_gb_s is None
 
     @property
+    def pulls_on_gpus(self) -> bool:
+        """Whether rows go from GPU to GPU by no engine: what they are compared with is a copy between the GPUs."""
+        return self.device == "cuda" and self.mode in ("auto", "p2p")
+
+    @property
     def opens_first(self) -> bool:
         """Whether the clock starts with the first submit, when the ranks have opened: where a wire is to be filled, or
         a GPU works, the time at which processes hear of a command is not to be measured."""
@@ -141,6 +149,7 @@ class TransferCase:
             device=self.device,
             placement=self.placement,
             verify=self.verify,
+            num_gpus=self.num_gpus,
         )
 
     def slots(self) -> tuple[SlotConfig, SlotConfig]:

@@ -89,4 +89,4 @@ def make_pool(command: HandOver) -> WorkerPool:
         raise KvxferError(
             f"--device cuda needs {error.name}, which is not installed: pip install 'kvxfer[gpu]'"
         ) from error
-    return TorchPool(command.pool_bytes, command.fill, command.device)
+    return TorchPool(command.pool_bytes, command.fill, f"{command.device}:{command.device_index}")

@@ -44,6 +44,7 @@ _CASE = TransferCase(
         (["--verify", "full", "--compare", "packed,raw"], "--verify: got full with mode raw, expected off"),
         (["--placement", "worker", "--compare", "packed,raw"], "--mode: got raw, expected packed, serial or auto"),
         (["--busy", "long"], "--busy: got long, expected none with --device cpu"),
+        (["--gpus", "2"], "--gpus: got 2 with --device cpu, expected --device cuda"),
         (["--interval-ms", "-1"], "--interval-ms: got -1, expected 0 to 10000 ms"),
     ],
 )
@@ -114,13 +115,13 @@ def test_workers_in_one_process_are_told_apart() -> None:
     shape = GroupShape("kv", LayerRange(0, 2), 64, Placement.SHARDED)
     pools = [Pool(*lay_out([shape], {"kv": 6}, 8, shard, "u8")) for shard in (Shard(), Shard(0, 2, 1), Shard(1, 2, 1))]
     with Cast() as cast:
-        workers = start_workers(cast, 3, in_one_process=True)
+        workers = start_workers(cast, 3, num_gpus=2)
         ensemble = Ensemble(cast, Setup("loopback", "packed", 2, slots, slots), workers)
         ensemble.hand_over(pools[0], pools[1:], fill=7)
         rows = PatternRows(seed=1, num_layers=2, num_tokens=40, row_bytes=64)
         ensemble.prefill.ask(FillRows(group="kv", rows=rows, pages=[0, 1, 2, 3, 4]), Done, 60.0)
         assert ensemble.verify([{}, {}]) == ["", ""]
-        with pytest.raises(ChildError, match="workers, decode-worker-1: a decode worker cannot do Compute"):
+        with pytest.raises(ChildError, match="workers-1, decode-worker-1: a decode worker cannot do Compute"):
             ensemble.decode[1].ask(Compute(busy="long", duration_s=1.0), Computed, 60.0)
         ensemble.let_go()
         ensemble.hand_over(pools[0], pools[1:], fill=8)  # to the same agents, by the same workers
@@ -129,8 +130,8 @@ def test_workers_in_one_process_are_told_apart() -> None:
 
 def test_a_crew_that_fails_says_who_and_why() -> None:
     with Cast() as cast:
-        workers = start_workers(cast, 1, in_one_process=True)
-        with pytest.raises(ChildError, match=r"workers, decode-worker-0: ended early(.|\n)*AssertionError"):
+        workers = start_workers(cast, 1, num_gpus=1)
+        with pytest.raises(ChildError, match=r"workers-0, decode-worker-0: ended early(.|\n)*AssertionError"):
             workers.decode[0].ask(Compute(busy="long", duration_s=1.0), Computed, 60.0)  # before it has a pool
-        with pytest.raises(ChildError, match=r"workers: ended with exit status 1(.|\n)*AssertionError"):
+        with pytest.raises(ChildError, match=r"workers-0: ended with exit status 1(.|\n)*AssertionError"):
             cast.stop()

@@ -55,6 +55,13 @@ def test_what_differs_is_found_where_it_is() -> None:
     pool.close()
 
 
+def test_a_copy_is_timed_and_compared() -> None:
+    pool = TorchPool(1000, 9, "cpu")
+    for num_bytes in (900, 900, 1000):
+        assert pool.copy_across(num_bytes, 0) > 0.0
+    pool.close()
+
+
 def _tensor_of(pool: TorchPool) -> torch.Tensor:
     return pool._tensor
 
