@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvxfer.control.channel import REMOTE, Selector, WorkerConnection
+from kvxfer.control.channel import REMOTE, WorkerConnection
 from kvxfer.control.client_core import ClientCore
 from kvxfer.control.handoff import HandoffConnection, StreamMemory, hand_over, share_stream
 from kvxfer.control.handoff_messages import PoolPlacement
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _LAST_EVENTS_S = 1.0
 _BACKLOG_S = 0.005
+_NAP_S = 0.0002
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,15 @@ def _open_stream(memory: PoolMemory, shared: StreamMemory, *, is_prefill: bool) 
     return cuda_stream.CudaRowStream(shared.ring, pool, slots, max_ctas=max_ctas)
 
 
+@dataclass(frozen=True, slots=True)
+class _Losing:
+    """The agent is gone, and what it leaves behind has until then to come to rest, and to come in."""
+
+    detail: str
+    rest_until_s: float
+    events_until_s: float
+
+
 class AgentLink:
     """Channel and hand-over connection to one run of an agent, and the stream that it orders. Owns all of them."""
 
@@ -98,6 +108,7 @@ class AgentLink:
         self.stream = handed_over.stream
         self.core = ClientCore(has_stream=self.stream is not None)
         self.handoff = handed_over.connection
+        self._losing: _Losing | None = None
         try:
             self.channel = WorkerConnection(socket_dir)
         except BaseException:
@@ -130,6 +141,16 @@ class AgentLink:
         Only the end of the hand-over connection proves that the agent is gone and its pool quiet: an agent that is
         silent, stopped or confused may still touch pages.
         """
+        if self._losing is None:
+            self._look_after_agent()
+        self._hear()
+        if self.stream is not None:
+            self.stream.want(self.core.num_entries_wanted)
+        if self._losing is not None and self.core.lost is None:
+            self._settle_loss(self._losing)
+        self.flush()
+
+    def _look_after_agent(self) -> None:
         gone = None
         try:
             if self.handoff.lost():
@@ -137,12 +158,12 @@ class AgentLink:
             self._map_moved_slots()
         except (HandoffError, TransportError) as error:
             gone = f"its slots have moved to memory that cannot be used here: {error}"
-        self._hear()
+        if gone is None:
+            return
+        now_s = time.monotonic()
+        self._losing = _Losing(gone, now_s + DRAIN_S, now_s + _LAST_EVENTS_S)
         if self.stream is not None:
-            self.stream.want(self.core.num_entries_wanted)
-        if gone is not None:
-            self._lose(gone)
-        self.flush()
+            self.stream.end()
 
     def _map_moved_slots(self) -> None:
         while (moved := self.handoff.take_moved()) is not None:
@@ -156,23 +177,22 @@ class AgentLink:
                 raise
             self.core.tell(SlotsMapped(move=moved.move))
 
-    def _lose(self, detail: str) -> None:
-        """Nobody gives orders any more. The own stream comes to rest before anybody is told that pages are quiet."""
-        if self.stream is not None:
-            self.stream.end()
-            if not self.stream.drain(DRAIN_S):
-                detail += "; the own stream that moves rows has not come to rest, so pages may not be quiet"
-        if self.handoff.num_events is not None:
-            self._hear_events(self.handoff.num_events)
+    def _settle_loss(self, losing: _Losing) -> None:
+        """The own stream comes to rest before anybody is told that pages are quiet, and events of an agent that ended
+        in good order may be a moment behind its end. Until then this returns, after a nap: whoever calls it has other
+        things to do, too, and the end of the connection wakes him again at once."""
+        now_s = time.monotonic()
+        detail = losing.detail
+        if self.stream is not None and not self.stream.is_quiet():
+            if now_s < losing.rest_until_s:
+                time.sleep(_NAP_S)
+                return
+            detail += "; the own stream that moves rows has not come to rest, so pages may not be quiet"
+        num_events = self.handoff.num_events or 0
+        if self.core.num_events < num_events and now_s < losing.events_until_s:
+            time.sleep(_NAP_S)
+            return
         self.core.agent_lost(detail)
-
-    def _hear_events(self, num_events: int) -> None:
-        """An agent that ended in good order has sent so many events; the last may be a moment behind its end."""
-        selector = Selector([self.channel])
-        until_s = time.monotonic() + _LAST_EVENTS_S
-        while self.core.num_events < num_events and (remaining_s := until_s - time.monotonic()) > 0:
-            selector.wait(remaining_s)
-            self._hear()
 
     def _hear(self) -> None:
         while (received := self.channel.receive()) is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -17,6 +19,7 @@ from kvxfer.control.codec import encode
 from kvxfer.control.handoff import HandoffConnection
 from kvxfer.control.handoff_messages import FrameReader, LastWord, pack
 from kvxfer.control.messages import Ok, TransferEvent
+from kvxfer.control.worker_stream import WorkerStream
 from kvxfer.transfer import EventKind, Reason
 from tests.control.core_agent import A, B, C, event, open_
 from tests.control.waiting import next_frame
@@ -50,11 +53,14 @@ class Ends:
             assert self.listener.send(self.worker, encode(each))
 
     def heard(self) -> tuple[list[tuple[str, Reason | None]], float]:
-        """What the worker hears of its transfers when it looks once, and how long that takes."""
-        began_s = time.monotonic()
-        self.link.drain()
-        elapsed_s = time.monotonic() - began_s
-        assert self.link.core.lost is not None
+        """What the worker hears of its transfers when it looks until the end, and how long it takes; no look waits."""
+        began_s = now_s = time.monotonic()
+        while self.link.core.lost is None:
+            looked_s = now_s
+            self.link.drain()
+            now_s = time.monotonic()
+            assert now_s - looked_s < 0.25
+        elapsed_s = now_s - began_s
         events = [self.link.core.take_terminal(transfer) for transfer in (A, B)]
         return [(each.transfer, each.reason) for each in events if each is not None], elapsed_s
 
@@ -107,3 +113,34 @@ def test_an_agent_that_was_killed_is_lost_at_once(ends: Ends) -> None:
     heard, elapsed_s = ends.heard()
     assert heard == [(A, Reason.AGENT_LOST), (B, Reason.AGENT_LOST)]
     assert elapsed_s < 0.9
+
+
+class Restless:
+    """A stream that ends what it has begun only `busy_s` after it was told to end."""
+
+    has_backlog = False
+
+    def __init__(self, busy_s: float) -> None:
+        self._busy_s = busy_s
+        self._quiet_at_s = math.inf
+
+    def want(self, num_entries: int) -> None:
+        assert num_entries == 0
+
+    def feed(self) -> None: ...
+
+    def end(self) -> None:
+        self._quiet_at_s = time.monotonic() + self._busy_s
+
+    def is_quiet(self) -> bool:
+        return time.monotonic() >= self._quiet_at_s
+
+    def close(self) -> None: ...
+
+
+def test_a_stream_that_is_not_at_rest_is_waited_for_without_holding_anybody_up(ends: Ends) -> None:
+    ends.link.stream = cast(WorkerStream, Restless(0.6))
+    ends.end(None)
+    heard, elapsed_s = ends.heard()
+    assert heard == [(A, Reason.AGENT_LOST), (B, Reason.AGENT_LOST)]
+    assert 0.6 <= elapsed_s < 3
