@@ -14,11 +14,11 @@ from contextlib import ExitStack
 from typing import Protocol
 
 from kvxfer.control.channel import Channel, HasFileno, Selector
-from kvxfer.control.codec import decode
+from kvxfer.control.codec import split, unpack
 from kvxfer.control.handoff_listener import ReceivedPool
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import Message, TransferEvent
-from kvxfer.errors import KvxferError, TransportError
+from kvxfer.errors import KvxferError, ProtocolError, TransportError
 from kvxfer.operations import Moved, RowExecutor
 from kvxfer.ops.config import OpsConfig, SlotConfig, TransportConfig
 from kvxfer.ops.health import Ops, Pulse
@@ -206,17 +206,33 @@ class Sidecar:
 
     def drain(self, channel: Channel, handle: Callable[[bytes, Message, int], None]) -> None:
         """Handle what `channel` holds, up to a bound, each message for itself: a bad one is logged and dropped."""
-        for _ in range(MAX_MESSAGES_PER_TURN):
-            received = channel.receive()
+        channel.look()
+        num_messages = 0
+        while num_messages < MAX_MESSAGES_PER_TURN:
+            received = channel.next_frame()
             if received is None:
                 return
             sender, frame = received
             try:
-                message, request_id = decode(frame)
-                handle(sender, message, request_id)
-            except KvxferError as error:
-                self.log.warning("dropped a message from %s: %s", sender.hex()[:32] or "the peer", error)
+                envelopes = split(frame)
+            except ProtocolError as error:
+                self._say_dropped(sender, error)
+                continue
+            finally:
+                num_messages += 1
+            for envelope in envelopes:
+                if channel.is_closed:  # by what came before
+                    return
+                try:
+                    message, request_id = unpack(envelope)
+                    handle(sender, message, request_id)
+                except KvxferError as error:
+                    self._say_dropped(sender, error)
+            num_messages += len(envelopes) - 1
         self._has_backlog = True
+
+    def _say_dropped(self, sender: bytes, error: KvxferError) -> None:
+        self.log.warning("dropped a message from %s: %s", sender.hex()[:32] or "the peer", error)
 
     # ---- the worker ----
 

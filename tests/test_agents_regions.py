@@ -42,10 +42,11 @@ def test_what_is_lost_of_a_move_is_said_again(
     sent: list[object] = []
     send = PrefillPeer.send
 
-    def lose_first(peer: PrefillPeer, message: DecodeToPrefill) -> bool:
+    def lose_first(peer: PrefillPeer, message: DecodeToPrefill) -> None:
         is_first = isinstance(message, lost) and not any(isinstance(each, lost) for each in sent)
         sent.append(message)
-        return is_first or send(peer, message)
+        if not is_first:
+            send(peer, message)
 
     with AgentWorld(tmp_path, transport) as world:
         build(world, Split())
@@ -69,10 +70,10 @@ def test_a_move_that_is_said_again_leaves_the_engine_alone(tmp_path: Path, monke
         added.append(peer)
         add_peer(transport, peer, metadata)
 
-    def say_twice(peer: PrefillPeer, message: DecodeToPrefill) -> bool:
+    def say_twice(peer: PrefillPeer, message: DecodeToPrefill) -> None:
         if isinstance(message, NewRegion):
             send(peer, message)
-        return send(peer, message)
+        send(peer, message)
 
     with AgentWorld(tmp_path) as world:
         build(world, Split())

@@ -30,7 +30,7 @@ REMOTE = b""
 """Name of the one peer at the other end of a `Connection` or a `WorkerConnection`."""
 _QUEUE_MESSAGES = 8192
 _LINGER_MS = 250
-_MORE = int(zmq.RCVMORE)
+_DONTWAIT, _MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 _NEVER_MS = (1 << 31) - 1
 HANDSHAKE_MS = 5000
 _MAX_SOCKETS = 8192
@@ -122,27 +122,41 @@ class Channel:
         self._watch = ConnectionWatch(self._socket, self._open_helper(zmq.PAIR))
         return self._watch
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._closed
+
     def receive(self) -> tuple[bytes, bytes] | None:
         """The next (sender, frame), or None where there is none now or the channel is closed. Never blocks."""
+        self.look()
+        return self.next_frame()
+
+    def look(self) -> None:
+        """What `receive()` does besides: once is enough where many frames are read in a row by `next_frame()`."""
+
+    def next_frame(self) -> tuple[bytes, bytes] | None:
+        """As `receive()`."""
         if self._closed:
             return None
         for _ in range(_MAX_DROPS_PER_CALL):
             if not is_readable(self._socket):
                 return None
-            parts = [self._receive_part()]
+            part = self._receive_part()
+            parts = [part.bytes]
             num_parts = 1
-            while self._socket.getsockopt(_MORE):
+            while part.more:
                 part = self._receive_part()
                 num_parts += 1
                 if len(parts) <= self._num_envelope_frames:  # a peer may send many thousand
-                    parts.append(part)
+                    parts.append(part.bytes)
             if num_parts == self._num_envelope_frames + 1 and self._is_sender(parts[0]):
                 return (parts[0], parts[1]) if self._num_envelope_frames else (REMOTE, parts[0])
             self.dropped += 1
         return None
 
-    def _receive_part(self) -> bytes:
-        return self._socket.recv(zmq.DONTWAIT)
+    def _receive_part(self) -> zmq.Frame:
+        return self._socket.recv(_DONTWAIT, copy=False)
 
     def _is_sender(self, _name: bytes) -> bool:
         """Whether the message just read may come from the one who is called so."""
@@ -156,9 +170,10 @@ class Channel:
         """
         if len(frame) > self._max_frame_bytes:
             raise ProtocolError(f"frame: got {len(frame)} bytes, expected at most {self._max_frame_bytes}")
-        parts = [to, frame] if self._num_envelope_frames else [frame]
         try:
-            self._socket.send_multipart(parts, zmq.DONTWAIT)
+            if self._num_envelope_frames:
+                self._socket.send(to, _MORE)
+            self._socket.send(frame, _DONTWAIT)
         except zmq.ZMQError as error:
             if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
                 raise

@@ -1,8 +1,13 @@
-"""Frames: the envelope `{v, kind, id, body}` around every message, in msgpack maps with string keys."""
+"""Frames: the envelope `{v, kind, id, body}` around every message, in msgpack maps with string keys.
+
+A frame is one envelope, or a list of them: what an agent has to say to a peer within one turn of its loop goes out
+together, because each frame costs the processor as much as many messages do.
+"""
 
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Annotated, cast, get_args
 
 import msgspec
@@ -11,6 +16,9 @@ from kvxfer.control.messages import PROTOCOL_VERSION, Counter, Message, MessageB
 from kvxfer.errors import LayoutError, ProtocolError
 
 MAX_FRAME_BYTES = 64 << 20
+MAX_MESSAGES_PER_FRAME = 64
+_MAX_SHARED_FRAME_BYTES = 64 << 10
+"""Of messages that go out together: a long one fills a frame by itself."""
 MAX_TICKET_CHARS = 1 << 20
 """More than a ticket of the most sources has."""
 
@@ -23,32 +31,59 @@ KINDS: dict[str, type[MessageBase]] = {_kind_of(struct): struct for struct in ge
 _KIND_OF: dict[type[MessageBase], str] = {struct: kind for kind, struct in KINDS.items()}
 
 
-class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message that was not looked at yet."""
+
     v: Counter
     kind: Annotated[str, msgspec.Meta(max_length=32)]
     id: Counter
     body: msgspec.Raw
 
 
+_Envelopes = Annotated[list[Envelope], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES_PER_FRAME)]
 _encoder = msgspec.msgpack.Encoder()
-_envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+_frame_decoder: msgspec.msgpack.Decoder[Envelope | list[Envelope]] = msgspec.msgpack.Decoder(Envelope | _Envelopes)
 _body_decoders = {kind: msgspec.msgpack.Decoder(struct) for kind, struct in KINDS.items()}
 
 
 def encode(message: Message, request_id: int = 0) -> bytes:
     """One frame. `request_id` ties a reply to its request; 0 for messages that have none."""
     body = msgspec.Raw(_encoder.encode(message))
-    return _encoder.encode(_Envelope(PROTOCOL_VERSION, _KIND_OF[type(message)], request_id, body))
+    return _encoder.encode(Envelope(PROTOCOL_VERSION, _KIND_OF[type(message)], request_id, body))
 
 
-def decode(frame: bytes | memoryview) -> tuple[Message, int]:
-    """The message in a frame and its request id. Raises `ProtocolError` for anything else, saying where."""
+def encode_all(messages: Sequence[Message]) -> list[bytes]:
+    """As few frames as can be, in order; messages between agents have no request id."""
+    frames: list[bytes] = []
+    together: list[bytes] = []
+    num_bytes = 0
+    for frame in map(encode, messages):
+        if together and (len(together) == MAX_MESSAGES_PER_FRAME or num_bytes + len(frame) > _MAX_SHARED_FRAME_BYTES):
+            frames.append(_join(together))
+            together, num_bytes = [], 0
+        together.append(frame)
+        num_bytes += len(frame)
+    return [*frames, _join(together)] if together else frames
+
+
+def _join(frames: list[bytes]) -> bytes:
+    return frames[0] if len(frames) == 1 else _encoder.encode([msgspec.Raw(frame) for frame in frames])
+
+
+def split(frame: bytes | memoryview) -> list[Envelope]:
+    """The messages of a frame, to be opened one by one: what is wrong with one is nothing to the others. Raises
+    `ProtocolError` for what is no frame."""
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame: got {len(frame)} bytes, expected at most {MAX_FRAME_BYTES}")
     try:
-        envelope = _envelope_decoder.decode(frame)
+        found = _frame_decoder.decode(frame)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"envelope: {error}") from error
+    return found if isinstance(found, list) else [found]
+
+
+def unpack(envelope: Envelope) -> tuple[Message, int]:
+    """The message and its request id. Raises `ProtocolError` for anything else, saying where."""
     if envelope.v != PROTOCOL_VERSION:
         raise ProtocolError(f"envelope: v: got {envelope.v}, expected {PROTOCOL_VERSION}")
     decoder = _body_decoders.get(envelope.kind)
@@ -58,6 +93,14 @@ def decode(frame: bytes | memoryview) -> tuple[Message, int]:
         return cast("Message", decoder.decode(envelope.body)), envelope.id
     except (msgspec.MsgspecError, LayoutError, RecursionError) as error:
         raise ProtocolError(f"{envelope.kind}: {error}") from error
+
+
+def decode(frame: bytes | memoryview) -> tuple[Message, int]:
+    """The message in a frame of one, and its request id. Raises `ProtocolError` for anything else, saying where."""
+    envelopes = split(frame)
+    if len(envelopes) != 1:
+        raise ProtocolError(f"frame: got {len(envelopes)} messages, expected one")
+    return unpack(envelopes[0])
 
 
 _ticket_decoder = msgspec.msgpack.Decoder(Ticket)

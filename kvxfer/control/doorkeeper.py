@@ -121,6 +121,11 @@ class DoorCounts:
     num_strangers: int = 0
     _undecided: dict[int, float] = field(default_factory=dict)  # descriptor: when it was accepted
 
+    @property
+    def num_undecided(self) -> int:
+        """Connections of which it is not known yet what becomes of them."""
+        return len(self._undecided)
+
     def note(self, event: int, value: int, now_s: float) -> None:
         """Count one event of the listener's socket."""
         match event:

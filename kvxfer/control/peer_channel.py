@@ -103,6 +103,9 @@ class PeerListener(Channel):
         try:
             self._doorkeeper = Doorkeeper(self._open_helper(zmq.REP), credentials.allowed)
             self._events = self._watch_connections()
+            self._door = zmq.Poller()
+            for helper in self._helpers:
+                self._door.register(helper, zmq.POLLIN)
             self._socket.ipv6 = ":" in address
             self._socket.bind(format_endpoint(address, port))
         except zmq.ZMQError as error:
@@ -151,16 +154,15 @@ class PeerListener(Channel):
         changed = self._credentials.reload()
         return found if changed is None else [*found, changed]
 
-    def receive(self) -> tuple[bytes, bytes] | None:
-        """Look after those at the door, then as `Channel.receive`."""
-        if self._closed:
-            return None
+    def look(self) -> None:
+        """Look after those at the door, where anybody is."""
+        if self._closed or not (self._door.poll(0) or self._counts.num_undecided):
+            return
         self._doorkeeper.answer()
         now_s = time.monotonic()
         for event, value in self._events.events():
             self._counts.note(event, value, now_s)
         self._counts.settle(now_s, HANDSHAKE_MS / 1000 + 1)
-        return super().receive()
 
     def is_alive(self, sender: bytes) -> bool:
         """Whether the connection that carries the heartbeats of a sender stands. One whose key is not allowed any more
@@ -175,9 +177,9 @@ class PeerListener(Channel):
             return error.errno == errno.EAGAIN  # it is there, but its loop has read none of these for very long
         return True
 
-    def _receive_part(self) -> bytes:
-        self._frame = self._socket.recv(zmq.DONTWAIT, copy=False)
-        return self._frame.bytes
+    def _receive_part(self) -> zmq.Frame:
+        self._frame = super()._receive_part()
+        return self._frame
 
     def _is_sender(self, name: bytes) -> bool:
         key = str(self._frame.get("User-Id"))
@@ -261,13 +263,11 @@ class Connection(Channel):
         self._socket.curve_secretkey = self._keys.secret.encode("ascii")
         self._socket.curve_serverkey = self._remote_key.encode("ascii")
 
-    def receive(self) -> tuple[bytes, bytes] | None:
-        """See what the connection does, then as `Channel.receive`."""
-        if self._closed:
-            return None
-        for event, _ in self._events.events():
-            self._note(event)
-        return super().receive()
+    def look(self) -> None:
+        """See what the connection does."""
+        if not self._closed:
+            for event, _ in self._events.events():
+                self._note(event)
 
     def _note(self, event: int) -> None:
         match event:

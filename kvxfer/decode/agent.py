@@ -166,12 +166,13 @@ class DecodeAgent:
 
     def perform(self, now: float) -> None:
         """Do what the core asks for, and what follows from it."""
-        while actions := self._core.take_actions():
+        while (actions := self._core.take_actions()) or self._links.flush(now):
             for action in actions:
                 match action:
                     case SendToPeer():
-                        self._links.send(action.peer, action.message, now)
+                        self._links.send(action.peer, action.message)
                     case Notify():
+                        self._links.flush(now)  # peers first: nobody tells them if this agent dies now
                         self._sidecar.notify(action.event)
                     case PairWith():
                         self._links.pair(action.source, now)

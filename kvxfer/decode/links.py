@@ -52,11 +52,19 @@ class SourceLinks:
         """How the engine of each paired prefill agent reaches this side. May be called from another thread."""
         return [peer.path for peer in list(self._peers.values()) if peer.is_paired]
 
-    def send(self, incarnation: str, message: DecodeToPrefill, now: float) -> None:
-        """To a prefill agent; one that does not take it is as good as lost."""
+    def send(self, incarnation: str, message: DecodeToPrefill) -> None:
+        """To a prefill agent, if it is one, with the next `flush()`."""
         peer = self._peers.get(incarnation)
-        if peer is not None and not peer.send(message):
+        if peer is not None:
+            peer.send(message)
+
+    def flush(self, now: float) -> bool:
+        """Send what there is for every prefill agent. One that does not take it is as good as lost: whether there was
+        one, so that the core has more to say."""
+        full = [incarnation for incarnation, peer in self._peers.items() if peer.outgoing and not peer.flush()]
+        for incarnation in full:
             self.lose(incarnation, Reason.PEER_LOST, "does not take messages", now)
+        return bool(full)
 
     def renew_region(self, now: float) -> None:
         """The landing slots have moved: tell every prefill agent, before any credit for them goes out."""
@@ -232,6 +240,7 @@ class SourceLinks:
         for abort in self._core.aborts_for(incarnation, reason, detail):
             peer.send(abort)
         peer.send(Goodbye(incarnation=self._sidecar.incarnation))
+        peer.flush()
         self._hang_up(peer)
         detail = f"prefill agent at {peer.source.endpoint}: {detail}"
         self._sidecar.log.log(log_level, "%s", detail)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvxfer.control.channel import REMOTE
-from kvxfer.control.codec import encode
+from kvxfer.control.codec import encode_all
 from kvxfer.control.heartbeat import Absence, Heartbeat
 from kvxfer.control.messages import DecodeToPrefill, Hello, NewRegion, RegionTaken, Source, Welcome
 from kvxfer.control.peer_channel import Connection
@@ -38,11 +38,19 @@ class PrefillPeer:
     layout: PoolLayout | None = None  # of the source's pool
     pull_began_at: float = 0.0
     path: str = ""  # how its engine reaches this side
+    outgoing: list[DecodeToPrefill] = field(default_factory=list)  # what leaves with the next `flush`
     shared: SharedPool | None = None  # the source's pool, where it is mapped here
 
-    def send(self, message: DecodeToPrefill) -> bool:
-        """False where the peer does not take it: it is as good as lost."""
-        return self.connection.send(REMOTE, encode(message))
+    def send(self, message: DecodeToPrefill) -> None:
+        """With the next `flush()`."""
+        self.outgoing.append(message)
+
+    def flush(self) -> bool:
+        """Send what there is, in as few frames as can be. False where the peer does not take it: it is as good as
+        lost."""
+        frames = encode_all(self.outgoing)
+        self.outgoing.clear()
+        return all(self.connection.send(REMOTE, frame) for frame in frames)
 
     def tell_region_again(self, now: float) -> None:
         """The landing slots have moved, and it may not know."""

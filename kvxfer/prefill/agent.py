@@ -263,11 +263,13 @@ class PrefillAgent:
                     case SendToPeer():
                         self._links.send(action.peer, action.message)
                     case Notify():
+                        self._links.flush()  # peers first: nobody tells them if this agent dies now
                         self._sidecar.notify(action.event)
                     case Gather():
                         self._gather(action)
                     case Write():
                         self._writes.post(action, now)
+        self._links.flush()
         self._tell_outlook()
 
     def _tell_outlook(self) -> None:

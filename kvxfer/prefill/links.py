@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from kvxfer.control.codec import encode
+from kvxfer.control.codec import encode, encode_all
 from kvxfer.control.doorkeeper import DoorCounts
 from kvxfer.control.heartbeat import LOOK_EVERY_S, PeerLife
 from kvxfer.control.messages import (
@@ -40,6 +40,7 @@ class _Peer:
     hello: Hello
     life: PeerLife
     is_full: bool = False  # it did not take a message, which is lost
+    outgoing: list[PrefillToDecode] = field(default_factory=list)  # that leave with the next `flush`
 
 
 class PeerLinks:
@@ -183,7 +184,8 @@ class PeerLinks:
     def lose(self, peer: str, reason: Reason, now: float) -> None:
         """Give a peer up, and tell it."""
         if peer in self._peers:
-            self._listener.send(self._peers[peer].sender, encode(Goodbye(incarnation=self._sidecar.incarnation)))
+            self.send(peer, Goodbye(incarnation=self._sidecar.incarnation))
+            self._flush(self._peers[peer])
             self._forget(peer, reason, now)
 
     def _forget(self, peer: str, reason: Reason, now: float, *, said_goodbye: bool = False) -> None:
@@ -194,10 +196,22 @@ class PeerLinks:
             self._sidecar.transport.drop_peer(peer)
 
     def send(self, peer: str, message: PrefillToDecode) -> None:
-        """To a peer, if it is one."""
+        """To a peer, if it is one, with the next `flush()`."""
         known = self._peers.get(peer)
-        if known is not None and not self._listener.send(known.sender, encode(message)):
-            known.is_full = True  # or it is gone: the next tick gives it up
+        if known is not None:
+            known.outgoing.append(message)
+
+    def flush(self) -> None:
+        """Send what there is for every peer, in as few frames as can be."""
+        for peer in self._peers.values():
+            if peer.outgoing:
+                self._flush(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        frames = encode_all(peer.outgoing)
+        peer.outgoing.clear()
+        if not all(self._listener.send(peer.sender, frame) for frame in frames):
+            peer.is_full = True  # or it is gone: the next tick gives it up
 
     def lose_all(self, reason: Reason, now: float) -> None:
         """Give every peer up."""
@@ -209,6 +223,7 @@ class PeerLinks:
         self._receive(now)
         for peer in self._peers:
             self.send(peer, Goodbye(incarnation=self._sidecar.incarnation))
+        self.flush()
 
     def tick(self, now: float) -> None:
         """Give up peers that are gone; tell who did not get in."""

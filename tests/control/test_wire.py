@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.control.codec import KINDS, MAX_FRAME_BYTES, decode, decode_ticket, encode, encode_ticket
+from kvxfer.control.codec import (
+    KINDS,
+    MAX_FRAME_BYTES,
+    MAX_MESSAGES_PER_FRAME,
+    decode,
+    decode_ticket,
+    encode,
+    encode_all,
+    encode_ticket,
+    split,
+    unpack,
+)
 from kvxfer.control.handoff_messages import pack
 from kvxfer.control.messages import MAX_AUX_BYTES, PROTOCOL_VERSION, Credits, Finished, Ok
 from kvxfer.errors import ProtocolError
@@ -45,6 +56,42 @@ def test_handoff_golden_bytes(name: str) -> None:
     frame = bytes.fromhex(HANDOFF_HEX[name])
     assert struct.unpack("!I", frame[:4]) == (len(frame) - 4,)
     assert all(isinstance(key, str) for key in msgpack.unpackb(frame[4:]))
+
+
+def test_messages_that_leave_together_are_a_list_of_what_each_would_be_alone() -> None:
+    messages = list(EXAMPLES.values())
+    (frame,) = encode_all(messages)
+    assert msgpack.unpackb(frame) == [msgpack.unpackb(encode(message)) for message in messages]
+    assert [unpack(envelope) for envelope in split(frame)] == [(message, 0) for message in messages]
+    assert encode_all([]) == []
+    assert encode_all(messages[:1]) == [encode(messages[0])]
+    with pytest.raises(ProtocolError, match=f"frame: got {len(messages)} messages, expected one"):
+        decode(frame)
+
+
+def test_frames_that_are_shared_stay_short() -> None:
+    aux = Finished(transfer=TRANSFER, generation=1, num_chunks=1, num_segments=1, num_bytes=1, aux=bytes(40_000))
+    frames = encode_all([*[Ok()] * 70, aux, Ok(), aux])
+    assert [[type(unpack(each)[0]) for each in split(frame)] for frame in frames] == [
+        [Ok] * MAX_MESSAGES_PER_FRAME,
+        [Ok] * (70 - MAX_MESSAGES_PER_FRAME) + [Finished, Ok],
+        [Finished],
+    ]
+
+
+@pytest.mark.parametrize("num_messages", [0, MAX_MESSAGES_PER_FRAME + 1])
+def test_a_list_of_none_or_of_too_many_is_refused(num_messages: int) -> None:
+    frame = msgpack.packb([msgpack.unpackb(encode(Ok()))] * num_messages)
+    with pytest.raises(ProtocolError, match=r"^envelope: "):
+        split(frame)
+
+
+def test_one_bad_message_of_a_frame_is_nothing_to_the_others() -> None:
+    good, envelope = msgpack.unpackb(encode(Ok())), {"v": PROTOCOL_VERSION, "kind": "nonsense", "id": 0, "body": 7}
+    found = split(msgpack.packb([good, envelope, good]))
+    assert unpack(found[0]) == unpack(found[2]) == (Ok(), 0)
+    with pytest.raises(ProtocolError, match="kind: got 'nonsense'"):
+        unpack(found[1])
 
 
 def test_ticket_text() -> None:

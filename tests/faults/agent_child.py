@@ -88,6 +88,7 @@ def hold_prefill(agent: PrefillAgent, holds: Holds) -> None:
             holds.reach("last segment written")
         send(peer, message)
         if isinstance(message, Segment):
+            links.flush()
             holds.reach("segment noticed")
 
     def held_notify(event: TransferEvent) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from kvxfer.control.channel import REMOTE, Channel, Selector, WorkerConnection
-from kvxfer.control.codec import decode, encode
+from kvxfer.control.codec import encode, split, unpack
 from kvxfer.control.handoff_messages import LENGTH
 from kvxfer.control.messages import AbortTransfer, Hello, Message, Refused
 from kvxfer.control.peer_channel import Connection, Credentials, new_keys
@@ -62,9 +62,9 @@ class ChannelAttacker:
         """Read what is there; whether the answer to the question was among it."""
         is_answered = False
         while (received := self._channel.receive()) is not None:
-            message, request_id = decode(received[1])
-            if isinstance(message, Refused):
-                is_answered |= request_id == 99 or message.field == "version"
+            for message, request_id in map(unpack, split(received[1])):
+                if isinstance(message, Refused):
+                    is_answered |= request_id == 99 or message.field == "version"
         return is_answered
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kvxfer.control.auth import AllowList, read_secret_key
-from kvxfer.control.codec import decode, decode_ticket, encode, encode_ticket
+from kvxfer.control.codec import decode, decode_ticket, encode, encode_all, encode_ticket, split, unpack
 from kvxfer.control.handoff_listener import _decode_offer
 from kvxfer.control.handoff_messages import (
     HANDOFF_VERSION,
@@ -45,12 +45,13 @@ _FILE = Path(f"/proc/self/fd/{os.memfd_create('fuzz')}")
 
 
 def fuzz_frame(data: bytes) -> None:
-    """Control frames."""
+    """Control frames, of one message and of several."""
     try:
-        message, request_id = decode(data)
+        opened = [unpack(envelope) for envelope in split(data)]
     except ProtocolError:
         return
-    assert decode(encode(message, request_id)) == (message, request_id)
+    for message, request_id in opened:
+        assert decode(encode(message, request_id)) == (message, request_id)
 
 
 def fuzz_ticket(data: bytes) -> None:
@@ -223,7 +224,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 }
 _encode = msgspec.msgpack.encode
 SEEDS: dict[str, tuple[bytes, ...]] = {
-    "frame": _FRAMES,
+    "frame": (*_FRAMES, *encode_all(list(EXAMPLES.values()))),
     "ticket": (encode_ticket(TICKET).encode(),),
     "handoff": (_encode(_OFFER), _encode(msgspec.structs.replace(_OFFER, placement="worker"))),
     "handoff_answer": (
