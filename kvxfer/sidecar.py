@@ -22,6 +22,7 @@ from kvxfer.errors import KvxferError, ProtocolError, TransportError
 from kvxfer.operations import Moved, RowExecutor
 from kvxfer.ops.config import OpsConfig, SlotConfig, TransportConfig
 from kvxfer.ops.health import Ops, Pulse
+from kvxfer.ops.tracing import Trace
 from kvxfer.row_mover import HostExecutor, RowMover
 from kvxfer.rows_host import ByteArray
 from kvxfer.slot_memory import SlotMemory
@@ -102,6 +103,8 @@ class Sidecar:
             stack.callback(self._close_stop)
             self.ops = Ops(ops, self.pulse)
             stack.callback(self.ops.close)
+            self.trace = Trace(ops.trace_file)
+            stack.callback(self.trace.close)
             self._stack = stack.pop_all()
         self.watch(self.desk.channel, lambda now: self.desk.receive(self.drain, now))
         self.watch(self.desk.handoffs, self.desk.poll_handoffs)

@@ -142,11 +142,9 @@ class PacedWrites:
         known = [names for names in self._dst_keys if names[0] == peer.name]
         self._unmap({self._dst_keys.pop(names) for names in known})
 
-    def drop_sources(self) -> None:
-        """Map local regions anew for the writes to come: other memory may lie behind them. Those under way are copied
-        before."""
-        keys = set(self._src_keys.values())
-        self._src_keys.clear()
+    def drop_sources(self, region_ids: list[int]) -> None:
+        """Forget local regions: other memory may lie behind them, or none. Writes under way are copied before."""
+        keys = {self._src_keys.pop(region_id) for region_id in region_ids if region_id in self._src_keys}
         while self._copies.has_backlog:
             select.select([self._copies.done_fd, *self._control_fds], [], [])
             self._check_alive()

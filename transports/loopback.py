@@ -100,6 +100,9 @@ class LoopbackTransport:
     def deregister(self, descriptor: RegionDescriptor) -> None:
         if self._regions.pop(descriptor.region_id, None) is None:
             raise RegistrationError(f"got region {descriptor.region_id}, expected one of {sorted(self._regions)}")
+        if self._paced is not None:
+            with self._giving_up(self._paced):
+                self._paced.drop_sources([descriptor.region_id])
 
     def metadata(self) -> bytes:
         published = []
@@ -168,7 +171,7 @@ class LoopbackTransport:
                 self._finish(write, Outcome.UNKNOWN, "the transport was rotated before the write had ended")
             if self._paced is not None:
                 with self._giving_up(self._paced):
-                    self._paced.drop_sources()
+                    self._paced.drop_sources(list(self._regions))  # the slots may have got other pages
             self.counters.num_rotations += 1
 
     def close(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +17,7 @@ from kvxfer.cli.ensemble import Ensemble, Move, Pace, Pool
 from kvxfer.cli.harness import Cast
 from kvxfer.cli.output import Steps
 from kvxfer.cli.pools import SPARE_PAGES, GroupShape, Paging, cut_chunks, lay_out, page_tables
+from kvxfer.cli.timeline import draw_timeline, read_spans
 from kvxfer.cli.transfer_case import TransferCase
 from kvxfer.control.messages import TransferStats
 from kvxfer.layout import LayerRange, Placement, Shard
@@ -132,14 +135,26 @@ def run_case(case: TransferCase, steps: Steps) -> TransferResult:
     return run_cases([case], steps)[0]
 
 
-def run_cases(cases: Sequence[TransferCase], steps: Steps) -> list[TransferResult]:
-    """Run cases of one device, which were checked, one after another; what they have in common is started once.
+def run_with_plot(case: TransferCase, steps: Steps, plot: Path) -> TransferResult:
+    """`run_case`, and the timeline of the last transfer drawn into `plot`."""
+    with tempfile.TemporaryDirectory(prefix="kvxfer-trace-") as trace_dir:
+        result = run_cases([case], steps, trace_dir)[0]
+        # The agents have ended: all that they noted is in the files.
+        last = result.moves[-1]
+        title = f"kvxfer: {case.mode}, {case.num_bytes / 1e6:,.1f} MB to {case.num_ranks} ranks"
+        draw_timeline(plot, title, read_spans(Path(trace_dir), last.start_s, last.elapsed_s))
+    return result
+
+
+def run_cases(cases: Sequence[TransferCase], steps: Steps, trace_dir: str = "") -> list[TransferResult]:
+    """Run cases of one device, which were checked, one after another; what they have in common is started once. With a
+    `trace_dir`, agents note there what they do (`ops.tracing`).
 
     Raises `KvxferError` where one cannot be run.
     """
     num_gpus = cases[0].num_gpus if cases[0].device == "cuda" else None
     with CaseRunner(max(case.num_ranks for case in cases), num_gpus, steps) as runner:
-        return [runner.run(case) for case in cases]
+        return [runner.run(case, trace_dir) for case in cases]
 
 
 class CaseRunner:
@@ -154,9 +169,9 @@ class CaseRunner:
             self._stage = Stage(self._cast, num_ranks, num_gpus)
             self._stack = stack.pop_all()
 
-    def run(self, case: TransferCase) -> TransferResult:
+    def run(self, case: TransferCase, trace_dir: str = "") -> TransferResult:
         """Run a case, which was checked. Raises `KvxferError` where it cannot be run; no other follows then."""
-        return _run_on(self._stage, case, self._steps)
+        return _run_on(self._stage, case, self._steps, trace_dir)
 
     def log_tails(self) -> str:
         """The last lines that each process wrote to standard error."""
@@ -171,12 +186,12 @@ class CaseRunner:
         self._stack.__exit__(kind, error, trace)
 
 
-def _run_on(stage: Stage, case: TransferCase, steps: Steps) -> TransferResult:
+def _run_on(stage: Stage, case: TransferCase, steps: Steps, trace_dir: str) -> TransferResult:
     paging = page_tables(
         Placement.SHARDED, case.num_tokens, case.page_tokens, case.num_ranks, case.interleave, case.pages == "shuffled"
     )
     steps(f"{case.mode}: starting agents")
-    ensemble = stage.ensemble(case.setup())
+    ensemble = stage.ensemble(replace(case.setup(), trace_dir=trace_dir))
     yardstick: Yardstick | CopyYardstick | None = None
     if case.has_yardstick:
         pulls = case.pulls_on_gpus

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvxfer.cli import protocol
 from kvxfer.cli.harness import Cast, ChildError, Line, ThreadsTime, wait_ready
@@ -11,6 +12,7 @@ from kvxfer.control.messages import TransferEvent, TransferStats
 from kvxfer.layout import PoolLayout
 from kvxfer.ops.config import (
     DecodeConfig,
+    OpsConfig,
     PrefillConfig,
     SlotConfig,
     TransferMode,
@@ -60,6 +62,12 @@ class Setup:
     placement: protocol.RowPlacement = "agent"
     verify: Verify = "off"
     num_gpus: int = 1
+    trace_dir: str = ""
+    """Where each agent notes what it does when, in a file of its name; empty: nowhere."""
+
+    def ops(self, agent: str) -> OpsConfig:
+        """Of the agent of this name."""
+        return OpsConfig(trace_file=str(Path(self.trace_dir, agent)) if self.trace_dir else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,8 @@ class Move:
     decode_client_cpu_s: tuple[float, ...] = ()
     products_per_s: float = 0.0
     device_bytes: int = 0
+    start_s: float = 0.0
+    """On the host's monotonic clock."""
     agent_cpu: tuple[ThreadsTime, ...] = ()
     """Processor time of the prefill agent and of each decode agent, from the ticket to the last `landed`."""
 
@@ -150,7 +160,11 @@ class Ensemble:
         transport = TransportConfig(name=setup.transport)
         src_transport = TransportConfig(name=setup.transport, options=setup.wire.options() if setup.wire else {})
         prefill = PrefillConfig(
-            socket_dir=cast.socket_dir("prefill-agent"), transport=src_transport, slots=setup.src_slots, mode=setup.mode
+            socket_dir=cast.socket_dir("prefill-agent"),
+            transport=src_transport,
+            slots=setup.src_slots,
+            ops=setup.ops("prefill-agent"),
+            mode=setup.mode,
         )
         self._decode_names = [f"decode-agent-{rank}" for rank in range(setup.num_ranks)]
         self._agents = [cast.start_agent("prefill-agent", prefill)]
@@ -163,6 +177,7 @@ class Ensemble:
                     dst_world=setup.num_ranks,
                     transport=transport,
                     slots=setup.dst_slots,
+                    ops=setup.ops(name),
                     credits_per_leg=min(4, setup.dst_slots.num_slots),
                     verify=setup.verify,
                 ),
@@ -255,6 +270,7 @@ class Ensemble:
             ),
             products_per_s=sent.products_per_s,
             device_bytes=sent.device_bytes,
+            start_s=min(starts_s),
             agent_cpu=tuple(agent.processor_s().since(at) for agent, at in zip(self._agents, began, strict=True)),
         )
 

@@ -216,17 +216,22 @@ def bench_transfer(
         _Verify,
         choice("--verify", _Verify, "full: a checksum with every packed segment, compared before its rows are used."),
     ] = _Verify.OFF,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw into this SVG file when each slot was busy with what, last repeat.")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Time the whole path between processes: open, plan, pack, send, scatter, landed; and one contiguous write of the
     same bytes, or an emulated wire. Efficiency is the goodput of the first over that of the second. Every byte is
     compared outside the timing. Exit status 1 if any differs."""
-    from kvxfer.cli.bench_transfer import run_cases
+    from kvxfer.cli.bench_transfer import run_cases, run_with_plot
     from kvxfer.cli.transfer_case import TransferCase
     from kvxfer.slot_memory import available_bytes
 
     if mode is not None and compare:
         raise ConfigError(f"--mode: got {mode.value} beside --compare {compare}, expected one of the two options")
+    if plot is not None and compare:
+        raise ConfigError(f"--plot: got {plot} beside --compare {compare}, expected one of the two options")
     if placement is None:
         placement = _Placement.AGENT if device is _Device.CPU else _Placement.WORKER
     modes = [_parse_mode(name) for name in compare.split(",")] if compare else [mode or _Mode.PACKED]
@@ -260,7 +265,7 @@ def bench_transfer(
         case.check()
         case.check_memory(available_bytes())
     with show_steps() as steps:
-        results = run_cases(cases, steps)
+        results = run_cases(cases, steps) if plot is None else [run_with_plot(cases[0], steps, plot)]
     if as_json:
         _print_facts([result.as_json() for result in results], is_comparison=bool(compare))
     else:

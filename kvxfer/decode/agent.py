@@ -189,6 +189,7 @@ class DecodeAgent:
         if self._verify or scatter.notice.checksum:
             look = partial(check_segment, scatter.notice, self._sidecar.slots.view(scatter.slot))
         move = Move(scatter.operation, scatter.source, scatter.segment, scatter.cancel)
+        self._sidecar.trace.begin("scatter", scatter.operation, scatter.slot, scatter.segment)
         self._sidecar.rows.scatter(move, scatter.slot, look)
 
     def _pull(self, pull: Pull, now: float) -> None:
@@ -207,9 +208,11 @@ class DecodeAgent:
             pull.segment,
             pull.lease,
         )
+        self._sidecar.trace.begin("scatter", pull.operation, None, pull.segment)
         self._sidecar.mover.submit(pull.operation, pull.segment, pull.cancel, move)
 
     def poll(self, now: float) -> None:
         """See which moves have ended."""
         for moved in self._sidecar.poll_moves():
+            self._sidecar.trace.end("scatter", moved.operation, moved.busy_s)
             self._core.scatter_ended(moved.operation, now, moved.busy_s, moved.error, is_corrupt=moved.is_corrupt)

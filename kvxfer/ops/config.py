@@ -64,12 +64,14 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class OpsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where one agent serves health, readiness and metrics over HTTP: at `listen_host:listen_port` (port 0: any free
-    one), nowhere with an empty `listen_host`. A wildcard address needs `allow_wildcard`.
+    one), nowhere with an empty `listen_host`. A wildcard address needs `allow_wildcard`. With a `trace_file` it notes
+    there when its operations began and ended (`ops.tracing`).
     """
 
     listen_host: str = ""
     listen_port: _Port = 0
     allow_wildcard: bool = False
+    trace_file: str = ""
 
 
 class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):

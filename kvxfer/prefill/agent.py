@@ -288,6 +288,7 @@ class PrefillAgent:
             first_byte, end_byte = gather.source.plan.segment_range(gather.segment)
             look = partial(digest, self._sidecar.slots.view(gather.slot)[: end_byte - first_byte])
         move = Move(gather.operation, gather.source, gather.segment, gather.cancel)
+        self._sidecar.trace.begin("gather", gather.operation, gather.slot, gather.segment)
         self._sidecar.rows.gather(move, gather.slot, look)
 
     def poll(self, now: float) -> None:
@@ -295,6 +296,7 @@ class PrefillAgent:
         self._writes.poll(now)
         self._look_at_timeline(now)
         for moved in self._sidecar.poll_moves():
+            self._sidecar.trace.end("gather", moved.operation, moved.busy_s)
             found = moved.result if isinstance(moved.result, bytes) else b""
             self._core.gather_ended(
                 moved.operation, now, moved.busy_s, moved.error, was_begun=moved.was_begun, digest=found

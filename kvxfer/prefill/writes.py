@@ -34,6 +34,7 @@ class Writes:
             self._core.write_ended(write.operation, Outcome.FAILED, str(error), now)
             return
         self._posted[write_id] = write
+        self._sidecar.trace.begin("write", write_id, write.src_slot, write.notice.segment)
 
     def _batch(self, write: Write) -> WriteBatch:
         hello = self._links.hello(write.peer)
@@ -56,6 +57,7 @@ class Writes:
             if write is None:
                 self._links.probe_ended(completion, now)
                 continue
+            self._sidecar.trace.end("write", completion.write_id)
             # A write that was still under way when its leg stopped, at the latest at the deadline, may have read pages
             # that hold other rows by then: nobody is told of it.
             if completion.outcome is Outcome.DONE and not write.cancel.is_set:

@@ -45,6 +45,7 @@ _CASE = TransferCase(
         (["--placement", "worker", "--compare", "packed,raw"], "--mode: got raw, expected packed, serial or auto"),
         (["--busy", "long"], "--busy: got long, expected none with --device cpu"),
         (["--gpus", "2"], "--gpus: got 2 with --device cpu, expected --device cuda"),
+        (["--plot", "x.svg", "--compare", "packed,raw"], "--plot: got x.svg beside --compare packed,raw"),
         (["--interval-ms", "-1"], "--interval-ms: got -1, expected 0 to 10000 ms"),
     ],
 )
