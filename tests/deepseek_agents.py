@@ -5,7 +5,8 @@ A decode pool is filled with NaN before anything lands: a row that did not come,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +21,9 @@ from kvxfer.control.messages import Ticket
 from kvxfer.decode.dcp import DcpGroup
 from kvxfer.layout import Group, Placement, PoolLayout, Shard
 from kvxfer.memory import HostMemory
-from kvxfer.ops.config import TransportName
+from kvxfer.ops.config import TransferMode, TransportName
 from kvxfer.ownership import local_len
+from kvxfer.streams.device import DevicePool
 from kvxfer.transfer import EventKind
 from tests.agent_world import WAIT_S, AgentWorld
 from tests.decode.dcp_ranks import run_ranks
@@ -63,9 +65,10 @@ def _in_float32(layout: PoolLayout) -> PoolLayout:
     return msgspec.structs.replace(layout, dtype_tag="fp32")
 
 
-def layer_pages(memory: HostMemory, group: Group) -> list[torch.Tensor]:
-    """Per layer a view `[num_pages, page_tokens, ROW_DIM]` float32 of the pool, whose memory it borrows."""
-    values = torch.from_numpy(memory.array).view(torch.float32)
+def layer_pages(pool: torch.Tensor, group: Group) -> list[torch.Tensor]:
+    """Per layer a view `[num_pages, page_tokens, ROW_DIM]` float32 of the pool `[num_bytes]` uint8, whose memory it
+    borrows."""
+    values = pool.view(torch.float32)
     shape = (group.num_pages, group.page_tokens, ROW_DIM)
     strides = (group.page_stride_bytes // 4, group.row_stride_bytes // 4, 1)
     offsets = [group.base_offset_bytes + layer * group.layer_stride_bytes for layer in range(LAYERS)]
@@ -78,7 +81,7 @@ def send_prompt(
     """Prefills chunk by chunk, and submits each chunk as soon as its rows are in the pool; with the first token."""
     (group,) = source_layout().groups
     pages = shuffled_pages(Shard(), len(prompt), group.page_tokens, seed=11)
-    kv_pages = layer_pages(memory, group)
+    kv_pages = layer_pages(torch.from_numpy(memory.array), group)
     for chunk in prefill_chunks(model, prompt, CHUNK_TOKENS):
         tokens = torch.arange(chunk.first, chunk.end)
         for layer, rows in zip(kv_pages, chunk.rows, strict=True):
@@ -94,11 +97,14 @@ def send_prompt(
 
 
 class LatentPool:
-    """A decode worker's pool that waits for a prompt's rows; `num_spare` tokens more have room in its pages."""
+    """A decode worker's pool `[num_bytes]` uint8, on the host or a GPU, that waits for a prompt's rows; `num_spare`
+    tokens more have room in its pages."""
 
-    def __init__(self, memory: HostMemory, client: DecodeClient, shard: Shard, num_tokens: int, num_spare: int) -> None:
-        memory.array[:] = _NAN_BYTE
-        self._memory, self._client = memory, client
+    def __init__(self, pool: torch.Tensor, client: DecodeClient, shard: Shard, num_tokens: int, num_spare: int) -> None:
+        pool.fill_(_NAN_BYTE)
+        if pool.is_cuda:
+            torch.cuda.current_stream().synchronize()  # rows come on another stream
+        self._pool, self._client = pool, client
         self._shard, self._num_tokens = shard, num_tokens
         (self._group,) = target_layout(shard).groups
         self._pages = shuffled_pages(shard, num_tokens + num_spare, self._group.page_tokens, seed=shard.rank)
@@ -113,7 +119,7 @@ class LatentPool:
         """The rank once all rows are in its pages, and the first new token."""
         event = self._client.wait(ticket, WAIT_S)
         assert event.event is EventKind.LANDED, event
-        rank = DecodeRank(self._shard, layer_pages(self._memory, self._group), self._pages)
+        rank = DecodeRank(self._shard, layer_pages(self._pool, self._group), self._pages.to(self._pool.device))
         return rank, int.from_bytes(event.aux[0], "little")
 
 
@@ -136,7 +142,7 @@ def decode_through_agents(
         for shard in shards:
             world.start_decode(f"decode{shard.rank}", shard.rank, num_ranks, slot_bytes=SLOT_BYTES)
             seat, client = world.join_decode(f"decode{shard.rank}", target_layout(shard))
-            pools.append(LatentPool(seat.memory, client, shard, len(prompt), num_new))
+            pools.append(LatentPool(torch.from_numpy(seat.memory.array), client, shard, len(prompt), num_new))
         ticket = source_client.ticket(deadline_s=WAIT_S)
         for pool in pools:
             pool.open(ticket)
@@ -157,14 +163,17 @@ def decode_in_processes(
     num_ranks: int,
     interleave: int,
     backend: Literal["a2a", "ag_rs"],
+    mode: TransferMode = "auto",
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> None:
     """As `decode_through_agents`, but every decode rank is a process of its own and they merge with a `DcpGroup`.
 
     Every rank must say `expected`. Rows are pulled out of the source's pool (mode `auto` on one host); the prompt is
-    submitted before any rank has opened the transfer.
+    submitted before any rank has opened the transfer. With `device` "cuda" every rank has a GPU: its pool lies there, a
+    stream of the rank moves the rows, and attention and merge, over NCCL, run there.
     """
     with AgentWorld(path / "agents") as world:
-        world.start_prefill("prefill", mode="auto", slot_bytes=SLOT_BYTES)
+        world.start_prefill("prefill", mode=mode, slot_bytes=SLOT_BYTES)
         source, source_client = world.join_prefill("prefill", source_layout())
         for rank in range(num_ranks):
             world.start_decode(str(rank), rank, num_ranks, slot_bytes=SLOT_BYTES)
@@ -172,7 +181,7 @@ def decode_in_processes(
         send_prompt(source_client, source.memory, ticket, model, prompt)
         (path / "ranks").mkdir()
         arguments = (str(path / "agents"), encode_ticket(ticket), len(prompt), interleave, backend, expected)
-        run_ranks(_decode_as_rank, num_ranks, path / "ranks", *arguments)
+        run_ranks(_decode_as_rank, num_ranks, path / "ranks", *arguments, device=device)
         assert source_client.wait(ticket, WAIT_S).event is EventKind.SENT
 
 
@@ -190,10 +199,10 @@ def _decode_as_rank(
     layout = target_layout(shard)
     socket_dir = Path(agents_dir) / str(shard.rank)
     with (
-        HostMemory.create(layout.groups[0].extent_bytes + GUARD_BYTES, "pool") as memory,
+        _rank_pool(device, layout.groups[0].extent_bytes + GUARD_BYTES) as (memory, tensor),
         DecodeClient.connect(socket_dir, memory, layout, timeout_s=WAIT_S) as client,
     ):
-        pool = LatentPool(memory, client, shard, num_past, len(expected))
+        pool = LatentPool(tensor, client, shard, num_past, len(expected))
         pool.open(ticket)
         model = build_model(MODEL_SEED)
         group = DcpGroup(
@@ -214,15 +223,27 @@ def _decode_as_rank(
         assert tokens == expected
 
 
+@contextmanager
+def _rank_pool(device: torch.device, num_bytes: int) -> Iterator[tuple[HostMemory | DevicePool, torch.Tensor]]:
+    """A rank's pool as its client takes it, and its bytes as a tensor."""
+    if device.type == "cuda":
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        yield DevicePool.of(tensor), tensor
+        return
+    with HostMemory.create(num_bytes, "pool") as memory:
+        yield memory, torch.from_numpy(memory.array)
+
+
 def _attend_in_group(rank: DecodeRank, group: DcpGroup, scale: float) -> Attend:
     """This rank attends with all heads over its own rows and gets its own heads merged, as under tensor parallelism."""
     heads = slice(*(HEADS * index // group.world for index in (group.rank, group.rank + 1)))
 
     def attend(layer: int, position: int, query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        queries = group.gather_query(query[:, heads])
+        queries = group.gather_query(query[:, heads].to(group.device))
         out, lse = rank.partial(layer, position, queries, row, scale)
-        merged = group.combine(out, lse, row_lens=group.shard_lens(torch.tensor([position + 1])))
-        # The rest of this small model is not split: it wants all heads.
-        return group.gather_query(merged)
+        row_lens = group.shard_lens(torch.tensor([position + 1], device=group.device))
+        merged = group.combine(out, lse, row_lens=row_lens)
+        # The rest of this small model is not split, and on the host: it wants all heads.
+        return group.gather_query(merged).to(query.device)
 
     return attend

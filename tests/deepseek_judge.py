@@ -152,7 +152,7 @@ class DecodeRank:
     """One decode rank's pages for every layer: attends over its own rows and stores the new rows it owns.
 
     `kv_pages`: per layer `[num_pages, page_tokens, ROW_DIM]` float32 that holds the rank's rows at `pages` (local row j
-    in page `pages[j // page_tokens]`); pages beyond those of the prompt take the new rows.
+    in page `pages[j // page_tokens]`); pages beyond those of the prompt take the new rows. Both on one device.
     """
 
     shard: Shard
@@ -166,12 +166,12 @@ class DecodeRank:
         held, num_rows = local_len(self.shard, position), local_len(self.shard, position + 1)
         page_tokens = self.kv_pages[layer].shape[1]
         if num_rows > held:
-            self.kv_pages[layer][self.pages[held // page_tokens], held % page_tokens] = row
+            self.kv_pages[layer][self.pages[held // page_tokens], held % page_tokens] = row.to(query.device)
         return mla_decode(
             query,
             self.kv_pages[layer],
             self.pages.unsqueeze(0),
-            torch.tensor([num_rows]),
+            torch.tensor([num_rows], device=query.device),
             scale,
             v_head_dim=RANK_DIM,
         )

@@ -65,7 +65,7 @@ def _enter(
 ) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(TIMEOUT_S - 10)  # a rank that hangs says where, before it is killed
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}  # no multicast over NVLink
     message = ""
     try:
         if device == "cuda":
