@@ -104,20 +104,6 @@ class HostMemory:
             # A view is still alive somewhere; the mapping goes when that view does.
             return
 
-    def replace(self, name: str) -> None:
-        """Put zeroed memory at these addresses, and under this descriptor, in place of what is there.
-
-        Others that have mapped the old memory keep it. Views of `array` see the new. Raises `OSError`; nothing has
-        changed then.
-        """
-        fd = _sealed_memfd(self.num_bytes, name)
-        try:
-            _map_over(self.address, self.num_bytes, mmap.MAP_SHARED, fd)
-            self._mapping.madvise(mmap.MADV_DONTFORK)
-            os.dup2(fd, self.fd, inheritable=False)
-        finally:
-            os.close(fd)
-
     def abandon(self) -> None:
         """Give the memory back, but keep its addresses for ever.
 

@@ -27,6 +27,7 @@ from kvxfer.row_mover import HostExecutor, RowMover
 from kvxfer.rows_host import ByteArray
 from kvxfer.slot_memory import SlotMemory
 from kvxfer.streams.stream_mover import StreamMover
+from kvxfer.transports.base import Transport
 from kvxfer.transports.registry import create_transport
 from kvxfer.worker_desk import WorkerAgent, WorkerDesk
 
@@ -73,6 +74,7 @@ class Sidecar:
         self.incarnation = new_id()
         self.log = logging.getLogger(f"kvxfer.{role}")
         self._slot_config = slots
+        self._left: list[SlotMemory] = []  # by slots that have moved, while the engine may still reach it
         self._agent = agent
         self.pulse = Pulse()
         self._num_stops = 0
@@ -85,16 +87,19 @@ class Sidecar:
         self._handlers: dict[int, Callable[[float], None]] = {}
         self._selector = Selector()
         with ExitStack() as stack:
-            self.desk = WorkerDesk(agent, socket_dir, self.log, slots=lambda: self.slots, open_rows=self._open_rows)
+            self.desk = WorkerDesk(
+                agent,
+                socket_dir,
+                self.log,
+                slots=lambda: self.slots,
+                open_rows=self._open_rows,
+                has_gpu_slots=slots.kind == "device",
+            )
             stack.callback(self.desk.close)
             self.slots = SlotMemory.at_start(slots)
-            stack.callback(lambda: self.slots.memory.close())
-            options = dict(transport.options)
-            if transport.interface:
-                options["interface"] = transport.interface
-            self.transport = create_transport(
-                transport.name, incarnation=self.incarnation, host=host, options=options, is_target=is_target
-            )
+            stack.callback(lambda: self.slots.close())
+            stack.callback(self._close_left)
+            self.transport = self._open_transport(transport, host, is_target=is_target)
             stack.callback(self.transport.close)
             self.region = self.transport.register(self.slots.region)
             self.mover = RowMover(num_threads, f"kvxfer-{role}")
@@ -111,17 +116,33 @@ class Sidecar:
         self._selector.add(self._stop_fd)
         self._selector.add(self.mover)  # it only wakes the loop: every turn polls
 
+    def _open_transport(self, transport: TransportConfig, host: str, *, is_target: bool) -> Transport:
+        options = dict(transport.options)
+        if transport.interface:
+            options["interface"] = transport.interface
+        return create_transport(
+            transport.name,
+            incarnation=self.incarnation,
+            host=host,
+            options=options,
+            is_target=is_target,
+            gpu_index=self.slots.region.gpu_index,
+        )
+
     def renew_slots(self) -> None:
-        """Move the slots to other memory, where nothing that a peer still does to the old ones can reach them.
+        """Move the slots to other memory, where nothing that somebody still does to the old ones can reach them.
 
         Raises `TransportError` or `OSError`, and changes nothing, where there is no more memory to be had. An engine
-        that does not let go of the old memory keeps addresses where nothing lies any more.
+        that does not let go of old host memory keeps addresses where nothing lies any more; old memory of a GPU waits
+        for `rotate`, which must follow.
         """
+        if self._left:
+            self.rotate()  # never more than one memory beside the slots
         fresh = SlotMemory(self._slot_config, self.slots.move + 1)
         try:
             region = self.transport.register(fresh.region)
         except BaseException:
-            fresh.memory.close()
+            fresh.close()
             raise
         old_slots, old_region = self.slots, self.region
         self.slots, self.region = fresh, region
@@ -129,9 +150,24 @@ class Sidecar:
             self.transport.deregister(old_region)
         except TransportError:
             self.log.exception("the slots' old memory stays registered")
-        old_slots.memory.abandon()
+        if not old_slots.leave():
+            self._left.append(old_slots)
         self.desk.tell_of_move()
         self.log.warning("moved %d slots to other memory: late writes may still reach the old", fresh.num_slots)
+
+    @property
+    def must_rotate(self) -> bool:
+        """Whether the slots have left memory that only `rotate` gives back."""
+        return bool(self._left)
+
+    def rotate(self) -> None:
+        """Replace the engine; then nothing reaches memory that the slots have left. Raises `TransportError`."""
+        self.transport.rotate()
+        self._close_left()
+
+    def _close_left(self) -> None:
+        while self._left:
+            self._left.pop().close()
 
     # ---- the loop ----
 

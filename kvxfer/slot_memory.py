@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, EngineMissingError, HandoffError, TransportError
 from kvxfer.memory import HostMemory
 from kvxfer.ops.config import SlotConfig
 from kvxfer.rows_host import ByteArray
-from kvxfer.transports.base import Region
+from kvxfer.streams.driver import find_gpu
+from kvxfer.streams.legacy import LegacyMemory, allocate_legacy
+from kvxfer.transports.base import MemoryKind, Region
 
 PROBE_BYTES = 1 << 20
 _GROUP = Path("/sys/fs/cgroup")
@@ -18,28 +20,46 @@ MAX_MEMORY_SHARE = 0.9
 
 
 class SlotMemory:
-    """An agent's slots in one registered memory, and a probe area behind them.
+    """An agent's slots in one registered memory, of the host or of a GPU, and a probe area behind them.
 
-    `move` counts how often the slots have got other pages.
+    `move` counts how often the slots have got other memory.
     """
 
     def __init__(self, config: SlotConfig, move: int = 0) -> None:
+        """Allocate. Raises `OSError` where the host has no more memory to give, and for slots on a GPU `ConfigError`
+        where there is no such GPU, `EngineMissingError` without CUDA, `TransportError` for what the GPU refuses."""
         self.move = move
         self.num_slots = config.num_slots
         self.slot_bytes = config.slot_bytes
         self.probe_offset_bytes = config.num_slots * config.slot_bytes
-        self.memory = HostMemory.create(self.probe_offset_bytes + PROBE_BYTES, "kvxfer-slots")
-        self._back()
-        self.region = Region(self.memory.address, self.memory.num_bytes, self.memory.fd)
+        num_bytes = self.probe_offset_bytes + PROBE_BYTES
+        self.memory: HostMemory | LegacyMemory
+        if config.kind == "device":
+            self.memory = allocate_legacy(num_bytes, _gpu_index(config))
+            pool = self.memory.pool
+            self.region = Region(
+                pool.address,
+                num_bytes,
+                kind=MemoryKind.DEVICE,
+                device_index=pool.device_index,
+                handle=self.memory.handle,
+            )
+        else:
+            self.memory = HostMemory.create(num_bytes, "kvxfer-slots")
+            # Have all pages now: a first touch in a transfer costs more.
+            self.memory.array[:: os.sysconf("SC_PAGESIZE")] = 0
+            self.region = Region(self.memory.address, num_bytes, self.memory.fd)
 
     @classmethod
     def at_start(cls, config: SlotConfig) -> SlotMemory:
-        """The slots of an agent that starts. Raises `ConfigError` where this host has not the memory for them, before
-        any of it is taken."""
+        """The slots of an agent that starts. Raises `ConfigError` where this host or GPU has not the memory for them,
+        on a host before any of it is taken, and `EngineMissingError` without CUDA for slots on a GPU."""
         needed_bytes = config.num_slots * config.slot_bytes + PROBE_BYTES
-        limit_bytes = int(available_bytes() * MAX_MEMORY_SHARE)
         got = f"slots: got {config.num_slots} slots of {config.slot_bytes} bytes, {needed_bytes >> 20} MiB in all"
         remedy = "lower slots.num_slots or slots.slot_bytes, or give this agent more memory"
+        if config.kind == "device":
+            return cls._on_gpu_at_start(config, got)
+        limit_bytes = int(available_bytes() * MAX_MEMORY_SHARE)
         if needed_bytes > limit_bytes:
             raise ConfigError(
                 f"{got}, expected at most {limit_bytes >> 20} MiB, {MAX_MEMORY_SHARE:.0%} of the memory that is "
@@ -50,24 +70,63 @@ class SlotMemory:
         except OSError as error:
             raise ConfigError(f"{got}, expected what this process may map ({error.strerror}): {remedy}") from error
 
-    def replace(self) -> None:
-        """Take other pages at the same addresses: what somebody still does to the old ones does not show here. An
-        engine must be made anew. Raises `OSError`; nothing has changed then."""
-        self.memory.replace("kvxfer-slots")
-        self.move += 1
-        self._back()
+    @classmethod
+    def _on_gpu_at_start(cls, config: SlotConfig, got: str) -> SlotMemory:
+        on_host = 'or let them lie in host memory (slots.kind = "pinned_host")'
+        try:
+            return cls(config)
+        except EngineMissingError as error:
+            raise EngineMissingError(f'slots.kind: got "device", which needs CUDA: {error}; {on_host}') from error
+        except (TransportError, HandoffError) as error:
+            raise ConfigError(f"{got}, on GPU {config.gpu}, expected memory that it has: {error}; {on_host}") from error
 
-    def _back(self) -> None:
-        """Have all pages now: a first touch in a transfer costs more."""
-        self.memory.array[:: os.sysconf("SC_PAGESIZE")] = 0
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the slots lie on a GPU: agents do not see their bytes then."""
+        return isinstance(self.memory, LegacyMemory)
 
     def view(self, slot: int) -> ByteArray:
-        """`[slot_bytes]` uint8 of one slot."""
+        """`[slot_bytes]` uint8 of one slot in host memory."""
+        assert isinstance(self.memory, HostMemory), "the bytes of slots on a GPU are not seen here"
         return self.memory.array[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def address(self, slot: int) -> int:
         """Virtual address of a slot's first byte."""
-        return self.memory.address + slot * self.slot_bytes
+        return self.region.address + slot * self.slot_bytes
+
+    @property
+    def probe_address(self) -> int:
+        """Virtual address of the probe area."""
+        return self.region.address + self.probe_offset_bytes
+
+    def leave(self) -> bool:
+        """The slots have moved elsewhere: give the memory back, where late writes cannot do harm.
+
+        False where that has to wait for `close()`, once the engine was replaced: memory of a GPU, unmapped under a
+        copy, breaks the process that copies.
+        """
+        if isinstance(self.memory, HostMemory):
+            self.memory.abandon()
+            return True
+        return False
+
+    def close(self) -> None:
+        """Give the memory back; no engine and no stream of this process touches it any more. Calling it again does
+        nothing."""
+        self.memory.close()
+
+
+def _gpu_index(config: SlotConfig) -> int:
+    """Index of the GPU that `config` names. Raises `ConfigError`, and `EngineMissingError` without CUDA."""
+    if isinstance(config.gpu, int):
+        return config.gpu
+    found = find_gpu(config.gpu.lower().removeprefix("gpu-").replace("-", ""))
+    if found is None:
+        raise ConfigError(
+            f"slots.gpu: got {config.gpu}, expected a GPU that this process sees: look at CUDA_VISIBLE_DEVICES and the "
+            "container's GPUs, or give its index"
+        )
+    return found
 
 
 def available_bytes() -> int:

@@ -30,6 +30,7 @@ from kvxfer.memory import HostMemory
 from kvxfer.operations import RowExecutor
 from kvxfer.pool_seat import PoolSeat, make_ring
 from kvxfer.slot_memory import SlotMemory
+from kvxfer.streams.device import MappedPool
 from kvxfer.streams.ring import Ring
 
 Drain = Callable[[Channel, Callable[[bytes, Message, int], None]], None]
@@ -68,13 +69,14 @@ class WorkerDesk:
         *,
         slots: Callable[[], SlotMemory],
         open_rows: Callable[[ReceivedPool], RowExecutor],
+        has_gpu_slots: bool,
     ) -> None:
-        """Listen. `slots` tells where the agent's slots are now, `open_rows` makes the executor of a pool. Raises
-        `ConfigError`."""
+        """Listen. `slots` tells where the agent's slots are now, on a GPU with `has_gpu_slots`; `open_rows` makes the
+        executor of a pool. Raises `ConfigError`."""
         self.seat = PoolSeat(open_rows, log)
         self.channel = WorkerListener(socket_dir)
         try:
-            self.handoffs = HandoffListener(socket_dir, self._share_stream)
+            self.handoffs = HandoffListener(socket_dir, self._share_stream, has_gpu_slots=has_gpu_slots)
         except BaseException:
             self.channel.close()
             raise
@@ -205,7 +207,7 @@ class WorkerDesk:
 
     # ---- slots, as a stream of the worker sees them ----
 
-    def _share_stream(self, layout: PoolLayout) -> tuple[Ring, HostMemory, int]:
+    def _share_stream(self, layout: PoolLayout) -> tuple[Ring, HostMemory | MappedPool, int]:
         slots = self._slots()
         return make_ring(layout, slots.slot_bytes), slots.memory, slots.move
 

@@ -92,10 +92,10 @@ def test_what_a_killed_worker_still_writes_reaches_no_slot(
         assert agent._sidecar.slots.move == 1
 
         request = world.begin(40, salt=3)
-        slots = agent._sidecar.slots.memory.array.copy()
+        slots = agent._sidecar.slots.view(0).copy()
         held.go_on.set()
         assert held.ended.wait(WAIT_S)
-        assert (agent._sidecar.slots.memory.array == slots).all(), "the lost worker's stream has written a slot"
+        assert (agent._sidecar.slots.view(0) == slots).all(), "the lost worker's stream has written a slot"
         world.submit_all(request, 11)
         world.finish(request)
         world.verify()

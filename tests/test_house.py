@@ -56,11 +56,11 @@ ALLOWED: dict[str, set[str]] = {
     "slots": {"errors"},
     "kernels": {"errors", "row_sums"},
     "tables": {"errors"},
-    "transports": {"errors", "memory", "tables"},
+    "transports": {"errors", "memory", "streams", "tables"},
     "control": {"errors", "layout", "memory", "streams", "transfer"},
     "ops": {"errors", "tables", "transfer", "control", "transports"},
     "integrity": {"errors", "rows_host", "row_sums", "control"},
-    "slot_memory": {"errors", "memory", "rows_host", "transports", "ops"},
+    "slot_memory": {"errors", "memory", "rows_host", "streams", "transports", "ops"},
     "pool_seat": {*_GEOMETRY, "operations", "rows_host", "streams", "control"},
     "worker_desk": {*_GEOMETRY, "memory", "operations", "pool_seat", "slot_memory", "streams", "control"},
     "sidecar": {

@@ -11,7 +11,7 @@ from typing import Protocol
 from kvxfer.errors import PeerLostError, ProtocolError, RegistrationError
 from kvxfer.transports._completions import CompletionQueue
 from kvxfer.transports._engine_thread import EngineError, EngineThread, PostingEngine
-from kvxfer.transports._metadata import Metadata, PublishedRegion, decode_metadata, encode_metadata
+from kvxfer.transports._metadata import Metadata, decode_metadata, encode_metadata, published
 from kvxfer.transports._regions import RemoteRegion, check_new_region, checked_entries
 from kvxfer.transports.base import Completion, Counters, Limits, Region, RegionDescriptor, WriteBatch
 
@@ -109,7 +109,7 @@ class EngineTransport:
             raise RegistrationError(error.detail) from error
 
     def metadata(self) -> bytes:
-        regions = [PublishedRegion(key, region.num_bytes, region.address) for key, region in self._regions.items()]
+        regions = [published(key, region, address=region.address) for key, region in self._regions.items()]
         return encode_metadata(
             Metadata(
                 transport=self.name,
@@ -153,7 +153,10 @@ class EngineTransport:
         known = self._peers.get(peer)
         if known is None:
             raise PeerLostError(f"got peer {peer}, expected one that add_peer made known")
-        remote = {region.region_id: RemoteRegion(region.num_bytes, region.address) for region in known.regions}
+        remote = {
+            region.region_id: RemoteRegion(region.num_bytes, region.address, region.gpu_index)
+            for region in known.regions
+        }
         entries = checked_entries(batch, self._regions.values(), remote)
         write_id = next(self._ids)
         self._thread.submit(write_id, peer, entries)

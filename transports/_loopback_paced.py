@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import select
 import time
 from collections import deque
@@ -13,6 +11,7 @@ from collections.abc import Mapping
 from kvxfer.errors import TransportError
 from kvxfer.transports._loopback_peer import LoopbackPeer
 from kvxfer.transports._loopback_processes import CopyProcesses, Piece
+from kvxfer.transports._loopback_timer import WireTimer
 from kvxfer.transports._regions import Entries
 from kvxfer.transports.base import Region
 
@@ -20,19 +19,6 @@ _LEAST_PIECE_BYTES = 256 << 10
 """What a thread of the agent copies while a job finds its process."""
 _MAX_PIECES = 64
 _LOST = "a copying process of the wire has ended, expected it to live as long as the transport"
-_TIMER_ABSTIME = 1  # linux/time.h
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _TimerSpec(ctypes.Structure):
-    """`struct itimerspec`."""
-
-    _fields_ = (
-        ("interval_s", ctypes.c_int64),
-        ("interval_ns", ctypes.c_int64),
-        ("value_s", ctypes.c_int64),
-        ("value_ns", ctypes.c_int64),
-    )
 
 
 class PacedWrites:
@@ -53,18 +39,13 @@ class PacedWrites:
         self._has_given_up = False
         self._src_keys: dict[int, int] = {}
         self._dst_keys: dict[tuple[str, int], int] = {}
-        self._timer_fd = -1
-        self._timer_s = 0.0
-        self._timer_spec = _TimerSpec()
-        self._timer_reference = ctypes.byref(self._timer_spec)
+        self._timer: WireTimer | None = None
         self._epoll = select.epoll()
         self._control_fds = {control.fileno() for control in self._copies.controls}
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
-            self._timer_fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC | os.O_NONBLOCK)
-            if self._timer_fd < 0:
-                raise OSError(ctypes.get_errno(), "the timer of a wire could not be made")
-            for fd in (self._timer_fd, other_fd, *self._control_fds):
+            self._timer = WireTimer()
+            for fd in (self._timer.fd, other_fd, *self._control_fds):
                 self._epoll.register(fd, select.EPOLLIN)
             self._epoll.register(self._copies.done_fd, 0)
             on_error.pop_all()
@@ -171,8 +152,8 @@ class PacedWrites:
     def close(self) -> None:
         """When it returns, nothing is copied any more."""
         self._epoll.close()
-        if self._timer_fd >= 0:
-            os.close(self._timer_fd)
+        if self._timer is not None:
+            self._timer.close()
         self._copies.close()
 
     def _check_alive(self) -> None:
@@ -195,10 +176,5 @@ class PacedWrites:
             self._late.discard(write_id)
 
     def _set_timer(self, due_s: float) -> None:
-        """Be readable from `due_s` on; never with 0."""
-        if due_s == self._timer_s:
-            return
-        self._timer_s = due_s
-        self._timer_spec.value_s = seconds = int(due_s)
-        self._timer_spec.value_ns = int((due_s - seconds) * 1e9)
-        _libc.timerfd_settime(self._timer_fd, _TIMER_ABSTIME, self._timer_reference, None)
+        assert self._timer is not None
+        self._timer.set(due_s)

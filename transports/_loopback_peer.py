@@ -9,7 +9,8 @@ import select
 
 import numpy as np
 
-from kvxfer.errors import PeerLostError
+from kvxfer.errors import HandoffError, PeerLostError, ProtocolError
+from kvxfer.streams.device import MappedPool, map_pool
 from kvxfer.transports._metadata import Metadata, PublishedRegion
 from kvxfer.transports._regions import RemoteRegion
 
@@ -20,12 +21,15 @@ class LoopbackPeer:
     `fds` are descriptors of the regions, for processes that map them too; `close()` frees them.
     """
 
-    def __init__(self, peer: str, metadata: Metadata) -> None:
+    def __init__(self, peer: str, metadata: Metadata, gpu_index: int = -1) -> None:
+        """`gpu_index`: of the GPU on which the own slots lie, -1 for host memory. Raises `PeerLostError`, and
+        `ProtocolError` for regions in another kind of memory."""
         self.name = peer
+        self._gpu_index = gpu_index
         self.pid = metadata.pid
         self.regions: dict[int, RemoteRegion] = {}
         self.fds: dict[int, int] = {}
-        self._mappings: list[mmap.mmap] = []
+        self._mappings: list[mmap.mmap | MappedPool] = []
         self._process_fd = -1
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
@@ -34,7 +38,13 @@ class LoopbackPeer:
             except OSError as error:
                 raise PeerLostError(f"peer {peer}: process {metadata.pid} is not there: {error}") from error
             for region in metadata.regions:
-                self.regions[region.region_id] = self._map(region)
+                if (region.gpu_index >= 0) != (gpu_index >= 0):
+                    here, there = ("a GPU", "the host") if gpu_index >= 0 else ("the host", "a GPU")
+                    raise ProtocolError(
+                        f"slots.kind: got slots in memory of {here}, and those of peer {peer} in that of {there}, "
+                        "expected the same kind on both sides: loopback copies within one"
+                    )
+                self.regions[region.region_id] = self._map(region) if gpu_index < 0 else self._map_gpu(region)
             on_error.pop_all()
 
     def _map(self, region: PublishedRegion) -> RemoteRegion:
@@ -54,6 +64,21 @@ class LoopbackPeer:
         self._mappings.append(mapping)
         mapping.madvise(mmap.MADV_DONTFORK)
         return RemoteRegion(region.num_bytes, int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data))
+
+    def _map_gpu(self, region: PublishedRegion) -> RemoteRegion:
+        if region.handle is None:
+            raise ProtocolError(f"peer {self.name}, region {region.region_id}: got no handle of the GPU's memory")
+        try:
+            mapped = map_pool(region.handle)
+        except HandoffError as error:
+            raise PeerLostError(f"peer {self.name}, region {region.region_id}: {error}") from error
+        self._mappings.append(mapped)
+        if mapped.pool.device_index != self._gpu_index or mapped.pool.num_bytes != region.num_bytes:
+            raise PeerLostError(
+                f"peer {self.name}, region {region.region_id}: got {mapped.pool.num_bytes} bytes on GPU "
+                f"{mapped.pool.device_index}, expected {region.num_bytes} on GPU {self._gpu_index}, where the own lie"
+            )
+        return RemoteRegion(region.num_bytes, mapped.pool.address, self._gpu_index)
 
     def is_dead(self) -> bool:
         poller = select.poll()

@@ -7,8 +7,10 @@ from typing import Annotated
 import msgspec
 
 from kvxfer.errors import ProtocolError
+from kvxfer.streams.device import PoolHandle
+from kvxfer.transports.base import Region
 
-_VERSION = 1
+_VERSION = 2
 _MAX_METADATA_BYTES = 1 << 20
 _Id = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -16,7 +18,11 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 
 
 class PublishedRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A registered region. `fd`, `inode`, `device` name the file behind it; they are 0 where there is none."""
+    """A registered region. `fd`, `inode`, `device` name the file behind it; they are 0 where there is none.
+
+    One in memory of a GPU has its index on the peer's side, -1 for host memory, and, where processes of the host may
+    map it, its `handle`.
+    """
 
     region_id: _Id
     num_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
@@ -24,6 +30,13 @@ class PublishedRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fd: _Word = 0
     inode: _Word = 0
     device: _Word = 0
+    gpu_index: Annotated[int, msgspec.Meta(ge=-1, le=1023)] = -1
+    handle: PoolHandle | None = None
+
+
+def published(region_id: int, region: Region, *, address: int = 0) -> PublishedRegion:
+    """`region`, as peers hear of it."""
+    return PublishedRegion(region_id, region.num_bytes, address, gpu_index=region.gpu_index, handle=region.handle)
 
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from kvxfer.errors import EngineMissingError, TransportError
+from kvxfer.streams.driver import Gpu
 from kvxfer.transports._engine_thread import EngineError
 from kvxfer.transports._engine_transport import UnreachablePeerError, host_id
 from kvxfer.transports._metadata import Metadata
@@ -95,9 +96,13 @@ class NixlEngine:
     max_post_entries = MAX_POST_ENTRIES
     max_peer_entries = MAX_PEER_ENTRIES
 
-    def __init__(self, bindings: ModuleType, endpoint: str, is_target: bool) -> None:
+    def __init__(self, bindings: ModuleType, endpoint: str, is_target: bool, device: Gpu | None = None) -> None:
+        """`device`: the GPU whose memory is registered besides host memory, None for host memory alone."""
         self._nixl = bindings
         self.endpoint = endpoint
+        # UCX finds out about memory of a GPU, and copies it, in whatever context is current where it is called.
+        self._context: contextlib.AbstractContextManager[object] = device or contextlib.nullcontext()
+        self._has_gpu = device is not None
         config = bindings.nixlAgentConfig()
         # A target makes progress only through it. On the writing side it would spin on UCX's lock while a post copies.
         config.useProgThread = is_target
@@ -105,7 +110,7 @@ class NixlEngine:
         config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
         self._agent: Any = bindings.nixlAgent(endpoint, config)
         try:
-            with ucx_log().environment():
+            with ucx_log().environment(), self._context:
                 self._backend = self._agent.createBackend("UCX", {})
         except bindings.nixlBackendError as error:
             raise TransportError(
@@ -142,22 +147,29 @@ class NixlEngine:
             raise EngineError(outcome, f"NIXL {doing}: {type(error).__name__} {error}") from error
 
     def register(self, region: Region) -> None:
-        with self.map_nixl_errors(Outcome.FAILED, f"registering {region.num_bytes} bytes"):
+        with self._context, self.map_nixl_errors(Outcome.FAILED, f"registering {region.num_bytes} bytes"):
             self._agent.registerMem(self._registration(region), [self._backend])
 
     def deregister(self, region: Region) -> None:
-        with self.map_nixl_errors(Outcome.FAILED, f"deregistering {region.num_bytes} bytes"):
+        with self._context, self.map_nixl_errors(Outcome.FAILED, f"deregistering {region.num_bytes} bytes"):
             self._agent.deregisterMem(self._registration(region), [self._backend])
 
     def _registration(self, region: Region) -> object:
-        return self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(region.address, region.num_bytes, 0, "")])
+        place = self._place(region.gpu_index)
+        return self._nixl.nixlRegDList(place[0], [(region.address, region.num_bytes, place[1], "")])
+
+    def _place(self, gpu_index: int) -> tuple[Any, int]:
+        """NIXL's kind of memory, and the device."""
+        return (self._nixl.DRAM_SEG, 0) if gpu_index < 0 else (self._nixl.VRAM_SEG, gpu_index)
 
     def metadata(self) -> bytes:
-        return bytes(self._agent.getLocalMD())
+        with self._context:
+            return bytes(self._agent.getLocalMD())
 
     def add_peer(self, peer: str, metadata: Metadata) -> None:
+        self._check_memory(peer, metadata)
         try:
-            with self.map_nixl_errors(Outcome.FAILED, f"loading the metadata of peer {peer}"):
+            with self._context, self.map_nixl_errors(Outcome.FAILED, f"loading the metadata of peer {peer}"):
                 loaded = self._agent.loadRemoteMD(metadata.engine)
         except UnreachablePeerError:
             self._num_unreachable += 1
@@ -168,6 +180,19 @@ class NixlEngine:
         self._resting.pop(metadata.endpoint, None)
         self._peers[peer] = metadata
 
+    def _check_memory(self, peer: str, metadata: Metadata) -> None:
+        """Between memory of a GPU and host memory of one host UCX has no way but through TCP, at 0.4 GB/s."""
+        if metadata.host != host_id():
+            return
+        for region in metadata.regions:
+            if (region.gpu_index >= 0) != self._has_gpu:
+                here, there = ("a GPU's", "the host's") if self._has_gpu else ("the host's", "a GPU's")
+                raise EngineError(
+                    Outcome.FAILED,
+                    f"slots.kind: got slots in {here} memory and those of peer {peer} in {there}, on one host, where "
+                    "UCX moves 0.4 GB/s from one to the other; expected the same kind on both sides",
+                )
+
     def is_stale_for(self, metadata: Metadata) -> bool:  # noqa: ARG002 - a restarted peer has another endpoint
         # UCX keeps a descriptor for each connection that was refused, until the object is destroyed.
         return self._num_unreachable >= MAX_UNREACHABLE_PEERS
@@ -177,8 +202,8 @@ class NixlEngine:
         if metadata is None:
             return "unknown"
         if metadata.host != host_id():
-            return ucx_log().write_path("inter-node")
-        return ucx_log().write_path("self" if metadata.pid == os.getpid() else "intra-node")
+            return ucx_log().write_path("inter-node", is_gpu=self._has_gpu)
+        return ucx_log().write_path("self" if metadata.pid == os.getpid() else "intra-node", is_gpu=self._has_gpu)
 
     def drop_peer(self, peer: str) -> None:
         metadata = self._peers.pop(peer, None)
@@ -196,20 +221,23 @@ class NixlEngine:
             self._forget(oldest)
 
     def _forget(self, endpoint: str) -> None:
-        with self.map_nixl_errors(Outcome.FAILED, f"dropping peer {endpoint}"):
+        with self._context, self.map_nixl_errors(Outcome.FAILED, f"dropping peer {endpoint}"):
             self._agent.invalidateRemoteMD(endpoint)
 
     def is_ready(self, peer: str) -> bool:
         return peer in self._peers
 
     def post(self, peer: str, entries: Entries) -> int | None:
-        endpoint = self._peers[peer].endpoint
+        with self._context:
+            return self._post(self._peers[peer].endpoint, entries)
+
+    def _post(self, endpoint: str, entries: Entries) -> int | None:
         with self.map_nixl_errors(Outcome.FAILED, "preparing a write"):
             # Measured on single slots: preparing each write afresh costs 20-60 us, a prepared list no less.
             handle = self._agent.createXferReq(
                 self._nixl.NIXL_WRITE,
-                self._descriptors(entries.src, entries),
-                self._descriptors(entries.dst, entries),
+                self._descriptors(entries.src, entries, entries.src_gpu),
+                self._descriptors(entries.dst, entries, entries.dst_gpu),
                 endpoint,
                 "",
                 [self._backend],
@@ -220,13 +248,15 @@ class NixlEngine:
         return None if self._is_done(handle, status) else int(handle)
 
     def check(self, token: int) -> bool:
-        with self._released_on_fault(token), self.map_nixl_errors(Outcome.UNKNOWN, "watching a write"):
-            status = self._agent.getXferStatus(token)
-        return self._is_done(token, status)
+        with self._context:
+            with self._released_on_fault(token), self.map_nixl_errors(Outcome.UNKNOWN, "watching a write"):
+                status = self._agent.getXferStatus(token)
+            return self._is_done(token, status)
 
     def abandon(self, token: int) -> None:
         self._faulty.add(self._endpoint_of[token])
-        self._release(token)
+        with self._context:
+            self._release(token)
 
     def _is_done(self, handle: int, status: object) -> bool:
         if status == self._nixl.NIXL_IN_PROG:
@@ -238,11 +268,13 @@ class NixlEngine:
             raise EngineError(Outcome.UNKNOWN, f"NIXL reported status {status}")
         return True
 
-    def _descriptors(self, addresses: np.ndarray[Any, np.dtype[np.uint64]], entries: Entries) -> object:
-        table = np.zeros((entries.num_entries, 3), dtype=np.uint64)
+    def _descriptors(self, addresses: np.ndarray[Any, np.dtype[np.uint64]], entries: Entries, gpu_index: int) -> object:
+        kind, device = self._place(gpu_index)
+        table = np.empty((entries.num_entries, 3), dtype=np.uint64)
         table[:, 0] = addresses
         table[:, 1] = entries.lengths
-        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, table)
+        table[:, 2] = device
+        return self._nixl.nixlXferDList(kind, table)
 
     @contextlib.contextmanager
     def _released_on_fault(self, handle: int) -> Iterator[None]:
@@ -263,5 +295,6 @@ class NixlEngine:
 
     def destroy(self) -> None:
         """End everything the object does. This, and nothing less, stops writes that were posted."""
-        self._agent = None
+        with self._context:
+            self._agent = None
         ucx_log().read_new()

@@ -16,22 +16,30 @@ _Bytes = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class RemoteRegion:
-    """A peer's region and where it begins: in the peer's address space, or where it is mapped here."""
+    """A peer's region and where it begins: in the peer's address space, or where it is mapped here. `gpu_index`: of its
+    GPU, as the peer counts; -1 for host memory."""
 
     num_bytes: int
     address: int
+    gpu_index: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """A checked batch: `src`, `dst`, `lengths` `[n]` uint64, absolute addresses and bytes, no entry of length 0."""
+    """A checked batch: `src`, `dst`, `lengths` `[n]` uint64, absolute addresses and bytes, no entry of length 0.
+
+    `src_gpu` and `dst_gpu`: index of the GPU on which each side lies, as its owner counts, -1 for host memory.
+    """
 
     src: _Bytes
     dst: _Bytes
     lengths: _Bytes
+    src_gpu: int = -1
+    dst_gpu: int = -1
 
     def part(self, first: int, end: int) -> Entries:
-        return Entries(self.src[first:end], self.dst[first:end], self.lengths[first:end])
+        part = slice(first, end)
+        return Entries(self.src[part], self.dst[part], self.lengths[part], self.src_gpu, self.dst_gpu)
 
     @property
     def num_entries(self) -> int:
@@ -75,20 +83,27 @@ def checked_entries(batch: WriteBatch, local: Collection[Region], remote: dict[i
             f"{batch.dst_region.region_id}, expected a range inside its {target.num_bytes} bytes"
         )
     found = np.zeros(len(lengths), dtype=bool)
+    src_gpus: set[int] = set()
     for region in local:
         # A source below the region wraps round to an offset far above any region's size.
-        found |= _inside(batch.src_addresses - np.uint64(region.address), lengths, region.num_bytes)
+        inside = _inside(batch.src_addresses - np.uint64(region.address), lengths, region.num_bytes)
+        if inside.any():
+            src_gpus.add(region.gpu_index)
+            found |= inside
     if not found.all():
         entry = int((~found).argmax())
         raise BoundsError(
             f"entry {entry}: got source bytes [{int(batch.src_addresses[entry]):#x}, +{lengths[entry]}), "
             "expected a range inside one registered region"
         )
+    if len(src_gpus) > 1:
+        raise BoundsError(f"got sources on GPUs {sorted(src_gpus)} (-1 is the host), expected one of them in a batch")
     dst = batch.dst_offsets + np.uint64(target.address)
+    gpus = max(src_gpus, default=-1), target.gpu_index
     kept = lengths > 0
     if kept.all():
-        return Entries(batch.src_addresses, dst, lengths)
-    return Entries(batch.src_addresses[kept], dst[kept], lengths[kept])
+        return Entries(batch.src_addresses, dst, lengths, *gpus)
+    return Entries(batch.src_addresses[kept], dst[kept], lengths[kept], *gpus)
 
 
 def _holds_the_only_entry(batch: WriteBatch, local: Iterable[Region], target: RemoteRegion) -> bool:

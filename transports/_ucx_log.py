@@ -19,8 +19,8 @@ _logger = logging.getLogger("kvxfer.transports.ucx")
 
 # | agent-name intra-node cfg#1 |                                           a table's title: where the peer is
 _TITLE = re.compile(r"\|.* (self|intra-node|inter-node) cfg#\d+ .*\|")
-# | remote memory write by ucp_put* from host memory to host |              what the table is about
-_WRITE = re.compile(r"\| remote memory write by ucp_put\S* from host memory")
+# | remote memory write by ucp_put* from host memory to host |              what the table is about; cuda/GPU0 elsewhere
+_WRITE = re.compile(r"\| remote memory write by ucp_put\S* from (host|cuda)")
 # | 0..inf | zero-copy | cma/memory |                                       its rows; the last one is for long writes
 _ROW = re.compile(r"\|[^|]*\.\.[^|]*\|[^|]*\|([^|]*)\|")
 _TABLE_LINE = re.compile(r"\]\s+[|+]")
@@ -34,8 +34,8 @@ class UcxLog:
         self._num_read_bytes = 0
         self._rest = ""
         self._scope = ""
-        self._in_write_table = False
-        self._paths: dict[str, str] = {}
+        self._source = ""  # of the writes that the table is about, empty in other tables
+        self._paths: dict[tuple[str, str], str] = {}
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:
@@ -49,10 +49,11 @@ class UcxLog:
             for name in added:
                 del os.environ[name]
 
-    def write_path(self, scope: str) -> str:
-        """Transports that UCX chose for long writes to peers in `scope` (`self`, `intra-node`, `inter-node`)."""
+    def write_path(self, scope: str, *, is_gpu: bool = False) -> str:
+        """Transports that UCX chose for long writes to peers in `scope` (`self`, `intra-node`, `inter-node`), out of
+        host memory or that of a GPU."""
         self.read_new()
-        return self._paths.get(scope, "unknown")
+        return self._paths.get((scope, "cuda" if is_gpu else "host"), "unknown")
 
     def read_new(self) -> None:
         """Take in what UCX has written since the last call; pass on what is no table."""
@@ -75,10 +76,10 @@ class UcxLog:
             return
         if title := _TITLE.search(line):
             self._scope = title[1]
-            self._in_write_table = False
-        elif _WRITE.search(line):
-            self._in_write_table = True
-        elif self._in_write_table and (row := _ROW.search(line)):
+            self._source = ""
+        elif write := _WRITE.search(line):
+            self._source = write[1]
+        elif self._source and (row := _ROW.search(line)):
             names = sorted(set(re.findall(r"([a-z]\w*)/", row[1])))
             if names:
-                self._paths[self._scope] = "+".join(names)
+                self._paths[self._scope, self._source] = "+".join(names)

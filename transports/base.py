@@ -16,6 +16,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.streams.device import PoolHandle
+
 
 class MemoryKind(enum.Enum):
     """Where a region lies."""
@@ -26,12 +28,23 @@ class MemoryKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Local memory to be registered. `fd` is the memfd behind it, where there is one (the owner keeps it)."""
+    """Local memory to be registered. `fd` is the memfd behind it, where there is one (the owner keeps it).
+
+    Memory of a GPU lies on the one that this process knows as `device_index`; `handle` lets other processes of the
+    host map it.
+    """
 
     address: int
     num_bytes: int
     fd: int | None = None
     kind: MemoryKind = MemoryKind.HOST
+    device_index: int = 0
+    handle: PoolHandle | None = None
+
+    @property
+    def gpu_index(self) -> int:
+        """`device_index` of memory of a GPU, -1 for host memory."""
+        return self.device_index if self.kind is MemoryKind.DEVICE else -1
 
 
 @dataclass(frozen=True, slots=True)

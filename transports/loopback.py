@@ -1,7 +1,8 @@
 """Loopback: shared memory between processes of one user on one host, with faults and a wire's pace on request.
 
 A region with a memfd is published as (pid, descriptor, inode, size); a peer opens it through /proc and maps it. It
-needs no engine, works inside one process too, and is the transport that tests and the laptop demo run on.
+needs no engine, works inside one process too, and is the transport that tests and the laptop demo run on. Memory of a
+GPU is published by its legacy handle, to other processes on that GPU; it has the wire's pace, but no faults.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from kvxfer.errors import PeerLostError, RegistrationError, TransportError
+from kvxfer.errors import ConfigError, PeerLostError, RegistrationError, TransportError
 from kvxfer.transports._completions import CompletionQueue
 from kvxfer.transports._loopback_copies import CopyThread
+from kvxfer.transports._loopback_gpu import GpuWrites
 from kvxfer.transports._loopback_paced import PacedWrites
 from kvxfer.transports._loopback_peer import LoopbackPeer
-from kvxfer.transports._metadata import Metadata, PublishedRegion, decode_metadata, encode_metadata
+from kvxfer.transports._metadata import Metadata, PublishedRegion, decode_metadata, encode_metadata, published
 from kvxfer.transports._regions import Entries, check_new_region, checked_entries
 from kvxfer.transports.base import (
     Completion,
@@ -64,8 +67,13 @@ class LoopbackTransport:
         rotate_stops_peer_writes=False,
     )
 
-    def __init__(self, options: LoopbackOptions | None = None) -> None:
+    def __init__(self, options: LoopbackOptions | None = None, gpu_index: int = -1) -> None:
+        """With `gpu_index` all regions lie on that GPU, which copies. Raises `ConfigError` for faults beside it,
+        `EngineMissingError` where CUDA is missing then."""
         options = options or LoopbackOptions()
+        if options.faults is not None and gpu_index >= 0:
+            raise ConfigError("transport.options.faults: got some beside slots on a GPU, expected host memory for them")
+        self._gpu_index = gpu_index
         self.counters = Counters()
         self._faults = options.faults or _NO_FAULTS
         self._options = options
@@ -79,8 +87,11 @@ class LoopbackTransport:
         self._writes: dict[int, _Write] = {}  # not finished with: neither reported nor still able to move bytes
         self._wire_free_at_s = 0.0
         self._closed = False
-        self._paced: PacedWrites | None = None
-        if options.num_copy_processes and self._faults is _NO_FAULTS:
+        self._paced: PacedWrites | GpuWrites | None = None
+        if gpu_index >= 0:
+            self.limits = replace(self.limits, memory_kinds=frozenset({MemoryKind.DEVICE}))
+            self._paced = GpuWrites(gpu_index, self._completions.fileno())
+        elif options.num_copy_processes and self._faults is _NO_FAULTS:
             self._paced = PacedWrites(options.num_copy_processes, self._completions.fileno())
         self._copies = CopyThread("loopback-copy")
         self._thread = threading.Thread(target=self._run, name="loopback", daemon=True)
@@ -105,18 +116,19 @@ class LoopbackTransport:
                 self._paced.drop_sources([descriptor.region_id])
 
     def metadata(self) -> bytes:
-        published = []
+        regions = []
         for region_id, region in self._regions.items():
-            if region.fd is None:
-                continue  # may be a source, but nobody else can map it
-            file = os.fstat(region.fd)
-            published.append(
-                PublishedRegion(region_id, region.num_bytes, fd=region.fd, inode=file.st_ino, device=file.st_dev)
-            )
-        return encode_metadata(Metadata(_NAME, f"pid-{os.getpid()}", published, os.getpid()))
+            if region.handle is not None:
+                regions.append(published(region_id, region))
+            elif region.fd is not None:  # others may be sources, but nobody else can map them
+                file = os.fstat(region.fd)
+                regions.append(
+                    PublishedRegion(region_id, region.num_bytes, fd=region.fd, inode=file.st_ino, device=file.st_dev)
+                )
+        return encode_metadata(Metadata(_NAME, f"pid-{os.getpid()}", regions, os.getpid()))
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
-        added = LoopbackPeer(peer, decode_metadata(metadata, _NAME))
+        added = LoopbackPeer(peer, decode_metadata(metadata, _NAME), self._gpu_index)
         self.drop_peer(peer)
         self._peers[peer] = added
 
@@ -227,10 +239,10 @@ class LoopbackTransport:
         self._wire_free_at_s = max(time.monotonic(), self._wire_free_at_s) + held_s
         return self._wire_free_at_s
 
-    def _submit_paced(self, paced: PacedWrites, write: _Write, dst_region: int) -> bool:
+    def _submit_paced(self, paced: PacedWrites | GpuWrites, write: _Write, dst_region: int) -> bool:
         """Let processes copy the write, where that is worth it; whether this is so. `_changed` is held."""
         with self._giving_up(paced, write):
-            pieces = paced.pieces(write.entries, write.peer, dst_region, self._regions)
+            pieces: Any = paced.pieces(write.entries, write.peer, dst_region, self._regions)
             if pieces is None:
                 return False
             if write.peer.is_dead():
@@ -240,7 +252,7 @@ class LoopbackTransport:
         return True
 
     @contextlib.contextmanager
-    def _giving_up(self, paced: PacedWrites, write: _Write | None = None) -> Iterator[None]:
+    def _giving_up(self, paced: PacedWrites | GpuWrites, write: _Write | None = None) -> Iterator[None]:
         """Where a copying process has ended: end the others, their writes, and `write`."""
         try:
             yield

@@ -33,27 +33,35 @@ def create_transport(
     host: str = "127.0.0.1",
     options: Mapping[str, object] | None = None,
     is_target: bool = True,
+    gpu_index: int = -1,
 ) -> Transport:
     """Make the transport `name` for the agent run `incarnation`, reachable at the IP address `host`.
 
     `options` are the fields of the transport's own options class. `is_target`: whether peers write into this side's
-    regions; an engine that only writes makes progress when it is looked at, without a thread for it.
+    regions; an engine that only writes makes progress when it is looked at, without a thread for it. `gpu_index`: of
+    the GPU whose memory is to be registered, -1 where only host memory is.
 
-    Raises `ConfigError` for a name or option that is none, `EngineMissingError` where the engine is not installed.
+    Raises `ConfigError` for a name or option that is none, or that does not go with memory of a GPU,
+    `EngineMissingError` where the engine is not installed.
     """
     options = options or {}
     address = _address(host)
     if name == "loopback":
-        return LoopbackTransport(read_table(options, LoopbackOptions, _PREFIX))
+        return LoopbackTransport(read_table(options, LoopbackOptions, _PREFIX), gpu_index)
     if name == "nixl":
         parsed = read_table(options, NixlOptions, _PREFIX)
         _check_interface(parsed.interface)
         if not parsed.interface and address.is_loopback:
             parsed = NixlOptions(interface="lo")
-        return NixlTransport(incarnation, parsed, is_target=is_target)
+        return NixlTransport(incarnation, parsed, is_target=is_target, gpu_index=gpu_index)
     if name == "mooncake":
         if address.version != 4:
             raise ConfigError(f"host: got {host}, expected an IPv4 address: Mooncake reaches peers by no other")
+        if gpu_index >= 0:
+            raise ConfigError(
+                'slots.kind: got "device" with transport mooncake, expected "pinned_host": Mooncake moves memory of a '
+                "GPU at 1.5 GB/s over TCP; device slots go over nixl"
+            )
         return MooncakeTransport(incarnation, str(address), read_table(options, MooncakeOptions, _PREFIX))
     raise ConfigError(f"transport: got {name!r}, expected one of {', '.join(TRANSPORT_NAMES)}")
 

@@ -81,13 +81,24 @@ def hand_over_pool(
 
 
 def _open_stream(memory: PoolMemory, shared: StreamMemory, *, is_prefill: bool) -> RowStream:
-    if isinstance(memory, HostMemory):
-        return HostRowStream(shared.ring, memory, as_device_pool(shared.slots))
+    pool, slots = as_device_pool(memory), as_device_pool(shared.slots)
+    if isinstance(pool, HostMemory):
+        if isinstance(slots, DevicePool):
+            raise HandoffError(
+                "slots: got those of an agent that has them on a GPU, expected host memory for a pool in host memory: "
+                'set slots.kind = "pinned_host" in the configuration of the agent'
+            )
+        return HostRowStream(shared.ring, pool, slots)
     from kvxfer.streams import cuda_stream  # CUDA and torch: only where a pool lies on a GPU
 
     max_ctas = cuda_stream.GATHER_CTAS if is_prefill else cuda_stream.SCATTER_CTAS
-    pool, slots = as_device_pool(memory), as_device_pool(shared.slots)
-    assert isinstance(pool, DevicePool)
+    if isinstance(slots, DevicePool):
+        if slots.device_index != pool.device_index:
+            raise HandoffError(
+                f"slots: got those of the agent on GPU {slots.device_index}, expected GPU {pool.device_index}, where "
+                "the pool lies: set slots.gpu of the agent, or placement of the worker, so that they are one"
+            )
+        max_ctas = cuda_stream.PULL_CTAS
     return cuda_stream.CudaRowStream(shared.ring, pool, slots, max_ctas=max_ctas)
 
 

@@ -232,8 +232,9 @@ def _receive(connection: socket.socket, reader: FrameReader, deadline_s: float) 
 
 def _attach_stream(reader: FrameReader, shared: SharedStream) -> StreamMemory:
     """Map the ring and the slots. Raises `HandoffError`; nothing is mapped then."""
-    if len(reader.fds) != 2:
-        raise HandoffError(f"reply: got {len(reader.fds)} descriptors, expected two: the ring and the slots")
+    if len(reader.fds) != 1 + shared.slots.has_fd:
+        expected = "two: the ring and the slots" if shared.slots.has_fd else "one: the ring"
+        raise HandoffError(f"reply: got {len(reader.fds)} descriptors, expected {expected}")
     ring = Ring.attach(reader.fds.pop(0), shared.ring_bytes, shared.num_lanes)
     try:
         slots = attach(shared.slots, reader.fds, "slots")

@@ -29,11 +29,12 @@ from kvxfer.control.handoff_messages import (
     pack,
 )
 from kvxfer.control.ids import new_id
-from kvxfer.control.shared_memory import HeldMemory, attach, describe
+from kvxfer.control.shared_memory import HeldMemory, attach, share
 from kvxfer.control.socket_dir import HANDOFF_SOCKET, SocketClaim, group_only_umask
 from kvxfer.errors import ConfigError, HandoffError, LayoutError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
+from kvxfer.streams.device import MappedPool
 from kvxfer.streams.ring import Ring
 
 HANDOFF_TIMEOUT_S = 5.0
@@ -87,7 +88,7 @@ class LostPool:
 
 
 HandoffEvent = ReceivedPool | RefusedHandoff | LostPool
-ShareStream = Callable[[PoolLayout], tuple[Ring, HostMemory, int]]
+ShareStream = Callable[[PoolLayout], tuple[Ring, HostMemory | MappedPool, int]]
 """Makes a ring for a pool that lies so, and tells where the slots are now and how often they have moved. The ring is
 the caller's, the slots are not. Raises `OSError` where there is no memory."""
 
@@ -95,12 +96,20 @@ the caller's, the slots are not. Raises `OSError` where there is no memory."""
 class HandoffListener:
     """Listens at `{socket_dir}/handoff.sock` (0660) for workers of the agent's own user, or root."""
 
-    def __init__(self, socket_dir: str | os.PathLike[str], share_stream: ShareStream | None = None) -> None:
+    def __init__(
+        self,
+        socket_dir: str | os.PathLike[str],
+        share_stream: ShareStream | None = None,
+        *,
+        has_gpu_slots: bool = False,
+    ) -> None:
         """Claim the path and listen; make the `WorkerListener` first. Raises `ConfigError`.
 
-        Without `share_stream` workers are refused that want to move the rows themselves.
+        Without `share_stream` workers are refused that want to move the rows themselves, and with `has_gpu_slots`
+        pools in host memory: nothing moves rows between the two.
         """
         self._share_stream = share_stream
+        self._has_gpu_slots = has_gpu_slots
         self._claim = SocketClaim(socket_dir, HANDOFF_SOCKET, "handoff.lock")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._epoll = select.epoll()
@@ -142,14 +151,15 @@ class HandoffListener:
             if connection.pool == pool:
                 self._drop(connection)
 
-    def move_slots(self, pool: str, move: int, slots: HostMemory) -> None:
+    def move_slots(self, pool: str, move: int, slots: HostMemory | MappedPool) -> None:
         """Tell the worker of `pool` that the slots lie in other memory; `move` counts such moves.
 
         Does nothing where the worker is gone, or takes nothing any more: no `SlotsMapped` comes then.
         """
         for connection in self._connections.values():
             if connection.pool == pool:
-                connection.say(SlotsMoved(move=move, slots=describe(slots)), [slots.fd])
+                shared, fds = share(slots)
+                connection.say(SlotsMoved(move=move, slots=shared), fds)
 
     def say_last(self, pool: str, num_events: int) -> None:
         """Tell the worker of `pool`, who is about to see the end, how many events it was sent, so that it hears them
@@ -197,7 +207,7 @@ class HandoffListener:
             self._drop(connection)  # A mapped pool's connection is silent: whatever is there to read ends it.
             return [LostPool(connection.pool)]
         try:
-            received = connection.receive(self._share_stream)
+            received = connection.receive(self._share_stream, has_gpu_slots=self._has_gpu_slots)
         except HandoffError as error:
             return [self._refuse(connection, str(error))]
         return [] if received is None else [received]
@@ -225,7 +235,7 @@ class _Connection:
         self.pid, self.uid, _ = _PEER_CREDENTIALS.unpack(credentials)
         self._reader = FrameReader(accepted)
 
-    def receive(self, share_stream: ShareStream | None) -> ReceivedPool | None:
+    def receive(self, share_stream: ShareStream | None, *, has_gpu_slots: bool = False) -> ReceivedPool | None:
         """Read what is there. Raises `HandoffError` for anything that cannot become a pool."""
         try:
             frame = self._reader.read()
@@ -240,6 +250,11 @@ class _Connection:
         offer = _decode_offer(frame)
         if len(self._reader.fds) != (offer.pool is not None and offer.pool.has_fd):
             raise HandoffError(f"descriptors: got {len(self._reader.fds)}, expected one, of the pool that is offered")
+        if has_gpu_slots and offer.pool is not None and offer.pool.gpu is None:
+            raise HandoffError(
+                "pool: got one in host memory, expected one on a GPU, where the slots of this agent lie: set "
+                'slots.kind = "pinned_host" in its configuration'
+            )
         return self._map_pool(offer) if offer.placement == "agent" else self._share(offer, share_stream)
 
     def say(self, message: HandoffMessage, fds: list[int] | None = None) -> None:
@@ -272,9 +287,10 @@ class _Connection:
             ring, slots, move = share_stream(offer.layout)
         except OSError as error:
             raise HandoffError(f"placement worker: no memory for a ring ({error.strerror})") from error
-        stream = SharedStream(ring_bytes=ring.memory.num_bytes, num_lanes=ring.num_lanes, slots=describe(slots))
+        shared_slots, fds = share(slots)
+        stream = SharedStream(ring_bytes=ring.memory.num_bytes, num_lanes=ring.num_lanes, slots=shared_slots)
         self.pool = new_id()
-        self.say(PoolAccepted(pool=self.pool, stream=stream), [ring.memory.fd, slots.fd])
+        self.say(PoolAccepted(pool=self.pool, stream=stream), [ring.memory.fd, *fds])
         # What peers may map, as it came: they check it when they do.
         shared = None if offer.pool is None else HeldMemory(offer.pool, *self._reader.take_fds())
         return ReceivedPool(self.pool, offer.num_bytes, offer.layout, self.pid, ring=ring, shared=shared, move=move)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvxfer.control.message_base import Counter
-from kvxfer.errors import HandoffError
+from kvxfer.errors import HandoffError, TransportError
 from kvxfer.memory import HostMemory
 from kvxfer.streams.device import DevicePool, MappedPool, PoolHandle, map_pool, share_legacy
 
@@ -30,10 +30,11 @@ class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def describe(memory: HostMemory | MappedPool) -> SharedMemory:
-    """What names `memory` to other processes; `memory.fd` goes along. Only the process that made it can share it."""
+    """What names `memory` to other processes; `memory.fd` goes along, unless that is -1.
+    Only the process that made it can share it."""
     if isinstance(memory, HostMemory):
         return SharedMemory(num_bytes=memory.num_bytes)
-    assert memory.fd >= 0, "memory that was mapped from another process cannot be shared on"
+    assert memory.is_shareable, "memory that was mapped from another process cannot be shared on"
     return SharedMemory(num_bytes=memory.handle.num_bytes, gpu=memory.handle)
 
 
@@ -44,7 +45,7 @@ def share(memory: PoolMemory) -> tuple[SharedMemory, list[int]]:
     """
     if isinstance(memory, DevicePool):
         return SharedMemory(num_bytes=memory.num_bytes, gpu=share_legacy(memory)), []
-    return describe(memory), [memory.fd]
+    return describe(memory), [memory.fd] if memory.fd >= 0 else []
 
 
 def attach(
@@ -65,6 +66,8 @@ def attach(
     fd = fds.pop(0) if shared.has_fd else None
     try:
         return map_pool(shared.gpu, fd, is_read_only=is_read_only, device_index=device_index)
+    except TransportError as error:
+        raise HandoffError(f"{what}: got memory of a GPU, which this process cannot reach: {error}") from error
     finally:
         if fd is not None:
             os.close(fd)

@@ -19,7 +19,7 @@ from kvxfer.decode.actions import Notify, PairWith, Pull, Scatter, SendToPeer
 from kvxfer.decode.core import SHUTDOWN_DETAIL, DecodeCore
 from kvxfer.decode.landing import pull_segment
 from kvxfer.decode.links import SourceLinks
-from kvxfer.errors import RefusedError, TransportError
+from kvxfer.errors import ConfigError, IntegrityError, RefusedError, TransportError
 from kvxfer.integrity import check_segment
 from kvxfer.layout import PoolLayout, Shard
 from kvxfer.operations import Move
@@ -38,6 +38,11 @@ class DecodeAgent:
     def __init__(self, config: DecodeConfig) -> None:
         """Listen for the worker, make the slots, start the engine. Raises `ConfigError`, `EngineMissingError`,
         `TransportError`."""
+        if config.verify == "full" and config.slots.kind == "device":
+            raise ConfigError(
+                'verify: got "full" with slots.kind "device", expected "off": agents do not see the bytes of slots on '
+                "a GPU"
+            )
         credentials = load_credentials(config.security.key_file, config.security.allowed_keys_file)
         self._config = config
         self._verify = config.verify == "full"
@@ -160,6 +165,11 @@ class DecodeAgent:
         except (TransportError, OSError):
             self._sidecar.log.exception("cannot replace quarantined slots")
             return
+        if self._sidecar.must_rotate:
+            try:
+                self._sidecar.rotate()
+            except TransportError:  # the next move of the slots tries again first
+                self._sidecar.log.exception("cannot replace the engine: the slots' old memory stays taken")
         self._links.renew_region(now)
         self._core.slots_lie_in(self._sidecar.region.region_id)
         self._core.rotated()
@@ -187,10 +197,16 @@ class DecodeAgent:
     def _scatter(self, scatter: Scatter) -> None:
         look = None
         if self._verify or scatter.notice.checksum:
-            look = partial(check_segment, scatter.notice, self._sidecar.slots.view(scatter.slot))
+            look = partial(self._check, scatter)
         move = Move(scatter.operation, scatter.source, scatter.segment, scatter.cancel)
         self._sidecar.trace.begin("scatter", scatter.operation, scatter.slot, scatter.segment)
         self._sidecar.rows.scatter(move, scatter.slot, look)
+
+    def _check(self, scatter: Scatter) -> None:
+        """Raise `IntegrityError` unless the segment has arrived as it was packed."""
+        if self._sidecar.slots.is_on_gpu:
+            raise IntegrityError("a segment on a GPU: got a checksum that was not asked for and cannot be compared")
+        check_segment(scatter.notice, self._sidecar.slots.view(scatter.slot))
 
     def _pull(self, pull: Pull, now: float) -> None:
         shared = self._links.shared_pool(pull.peer)

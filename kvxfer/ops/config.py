@@ -24,6 +24,7 @@ MAX_SOCKET_NAME_BYTES = len("control.sock")
 TransportName = Literal["nixl", "mooncake", "loopback"]
 TransferMode = Literal["auto", "packed", "raw", "p2p", "serial"]
 Verify = Literal["off", "full"]
+SlotKind = Literal["pinned_host", "device"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 OptionValue = str | int | float | bool
 
@@ -31,12 +32,20 @@ _Positive = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 _Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 _Threads = Annotated[int, msgspec.Meta(ge=1, le=256)]
+_GpuIndex = Annotated[int, msgspec.Meta(ge=0, le=1023)]
+_GpuUuid = Annotated[str, msgspec.Meta(pattern="^(GPU-)?[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4}){3}-?[0-9a-fA-F]{12}$")]
 _Filled = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class SlotConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots of one agent: `num_slots` pieces of `slot_bytes` bytes each, registered with the engine at the start."""
+    """Slots of one agent: `num_slots` pieces of `slot_bytes` bytes each, registered with the engine at the start.
 
+    They lie in host memory, which GPU workers pin, or, with `kind = "device"`, on the GPU that this process knows
+    under the index, or UUID, `gpu`.
+    """
+
+    kind: SlotKind = "pinned_host"
+    gpu: _GpuIndex | _GpuUuid = 0
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 8
     slot_bytes: Annotated[int, msgspec.Meta(ge=4096, le=1 << 40)] = 8 << 20
 
@@ -176,6 +185,7 @@ def _load(path: Path, kind: type[_Config]) -> _Config:
         _check_role(table, kind)
         config = read_table(table, kind)
         _check_ops(config.ops)
+        _check_slots(config.slots)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     limit = MAX_SOCKET_PATH_BYTES - MAX_SOCKET_NAME_BYTES - 1
@@ -203,6 +213,13 @@ def _check_ops(ops: OpsConfig) -> None:
         raise ConfigError(
             f"ops.listen_host: got nothing, expected the address at which port {ops.listen_port} is served: without "
             "one nothing is"
+        )
+
+
+def _check_slots(slots: SlotConfig) -> None:
+    if slots.kind != "device" and slots.gpu != 0:
+        raise ConfigError(
+            f'slots.gpu: got {slots.gpu!r} with slots.kind {slots.kind!r}, expected kind "device" beside it'
         )
 
 

@@ -208,24 +208,24 @@ class PrefillAgent:
 
     def _has_safe_slots(self) -> bool:
         """Whether no stream of a lost worker can still write the slots: one that was killed with orders under way may,
-        for a while. They get other pages then, which only a new engine sends."""
+        for a while. They get other memory then, which only a new engine sends."""
         if not self._sidecar.rows.may_still_move or self._has_fresh_slots:
             return True
         now = time.monotonic()
         if now < self._rotate_at:
             return False
         try:
-            self._sidecar.slots.replace()
-        except OSError:
+            self._sidecar.renew_slots()
+        except (TransportError, OSError):
             self._rotate_at = now + _ROTATE_EVERY_S
-            self._sidecar.log.exception("cannot give the slots other pages; no worker is taken until then")
+            self._sidecar.log.exception("cannot give the slots other memory; no worker is taken until then")
             return False
         self._has_fresh_slots = self._must_rotate = True
         return True
 
     def _has_proven_reads(self) -> bool:
         """Whether the engine reads nothing any more that it must not: the pool, by a raw write with an unknown end, or
-        pages that the slots have left. Only a new engine proves that."""
+        memory that the slots have left. Only a new engine proves that."""
         now = time.monotonic()
         if (self._must_rotate or self._writes.may_still_read) and now >= self._rotate_at:
             self._rotate(now)
@@ -247,7 +247,7 @@ class PrefillAgent:
         """Replace the engine: writes with an unknown end can read no slot and no pool any more."""
         self._rotate_at = now + _ROTATE_EVERY_S
         try:
-            self._sidecar.transport.rotate()
+            self._sidecar.rotate()
         except TransportError:
             self._sidecar.log.exception("cannot replace the engine")
             return

@@ -58,9 +58,7 @@ class PeerLinks:
         self._peers: dict[str, _Peer] = {}  # by incarnation
         self._names: dict[bytes, str] = {}  # incarnation by connection
         self._look_at = 0.0
-        slots = sidecar.slots
-        probe_address = slots.memory.address + slots.probe_offset_bytes
-        self._prober = Prober(sidecar.transport, probe_address, PROBE_BYTES, time.perf_counter)
+        self._prober = Prober(sidecar.transport, lambda: sidecar.slots.probe_address, PROBE_BYTES, time.perf_counter)
         sidecar.watch(listener, self._receive)
 
     def __contains__(self, peer: str) -> bool:
@@ -115,6 +113,7 @@ class PeerLinks:
                 layout=sidecar.pool.layout if sidecar.pool is not None else None,
                 slot_bytes=sidecar.slots.slot_bytes,
                 host=self._listener.last_host,
+                can_verify=not sidecar.slots.is_on_gpu,
             )
         except RefusedError as error:
             # A pairing of the same agent on another connection stays: this one may follow an outdated ticket.

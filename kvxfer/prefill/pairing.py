@@ -48,10 +48,17 @@ class Unpaired:
 
 
 def check_hello(
-    hello: Hello, *, incarnation: str, transport: str, layout: PoolLayout | None, slot_bytes: int, host: str = ""
+    hello: Hello,
+    *,
+    incarnation: str,
+    transport: str,
+    layout: PoolLayout | None,
+    slot_bytes: int,
+    host: str = "",
+    can_verify: bool = True,
 ) -> PeerInfo:
-    """What a decode agent at `host` said of itself, against this side, which has no `layout` without a worker. Raises
-    `RefusedError`, naming the field."""
+    """What a decode agent at `host` said of itself, against this side, which has no `layout` without a worker, and sums
+    segments if it `can_verify`. Raises `RefusedError`, naming the field."""
     if hello.version != PROTOCOL_VERSION:
         raise RefusedError(f"got {hello.version}, expected {PROTOCOL_VERSION}", Reason.PEER_REFUSED, "version")
     if hello.expected_incarnation != incarnation:
@@ -60,6 +67,11 @@ def check_hello(
         raise RefusedError("it runs, but the worker that made the ticket is gone", Reason.WORKER_LOST)
     if hello.transport != transport:
         raise RefusedError(f"got {hello.transport!r}, expected {transport!r}", Reason.LAYOUT_MISMATCH, "transport")
+    if hello.verify and not can_verify:
+        detail = (
+            "got full, expected off: the slots of the prefill agent lie on a GPU, where it does not see their bytes"
+        )
+        raise RefusedError(detail, Reason.LAYOUT_MISMATCH, "verify")
     if hello.num_slots * hello.slot_bytes > hello.region_bytes or (
         hello.probe_offset_bytes + hello.probe_bytes > hello.region_bytes
     ):
@@ -92,8 +104,10 @@ def check_hello(
 class Prober:
     """Measures the path to each new peer by writes into its probe area."""
 
-    def __init__(self, transport: Transport, probe_address: int, probe_bytes: int, clock: Callable[[], float]) -> None:
-        """`probe_address` is the start of `probe_bytes` registered bytes that nothing else uses."""
+    def __init__(
+        self, transport: Transport, probe_address: Callable[[], int], probe_bytes: int, clock: Callable[[], float]
+    ) -> None:
+        """`probe_address` tells where `probe_bytes` registered bytes that nothing else uses begin now."""
         self._transport = transport
         self._probe_address = probe_address
         self._probe_bytes = probe_bytes
@@ -142,7 +156,7 @@ class Prober:
         hello = probe.hello
         batch = WriteBatch(
             RegionDescriptor(hello.region_id, hello.region_bytes),
-            (starts + self._probe_address).astype(np.uint64),
+            (starts + self._probe_address()).astype(np.uint64),
             (starts + hello.probe_offset_bytes).astype(np.uint64),
             lengths.astype(np.uint64),
         )

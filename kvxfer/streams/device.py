@@ -102,6 +102,11 @@ class MappedPool:
         """Bytes of the pool."""
         return self.handle.num_bytes
 
+    @property
+    def is_shareable(self) -> bool:
+        """Whether `handle`, with `fd`, lets other processes map it."""
+        return self.fd >= 0
+
     def tensor(self) -> torch.Tensor:
         """`[num_bytes]` uint8 on the GPU, over this memory. Must be gone, like its views, before `close()`.
 
@@ -126,13 +131,16 @@ class MappedPool:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        driver = cuda()
         with self._gpu:
-            if self._allocation is None:
-                check("cuIpcCloseMemHandle", driver.cuIpcCloseMemHandle(self._address))
-                return
-            _unmap(self._address, self.handle.mapped_bytes)
-            check("cuMemRelease", driver.cuMemRelease(self._allocation))
+            self._release()
+
+    def _release(self) -> None:
+        driver = cuda()
+        if self._allocation is None:
+            check("cuIpcCloseMemHandle", driver.cuIpcCloseMemHandle(self._address))
+            return
+        _unmap(self._address, self.handle.mapped_bytes)
+        check("cuMemRelease", driver.cuMemRelease(self._allocation))
 
 
 class _ArrayInterface:

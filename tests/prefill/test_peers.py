@@ -139,7 +139,7 @@ class _Clock:
 def _prober() -> tuple[Prober, _Engine]:
     engine = _Engine()
     transport: Transport = engine  # type: ignore[assignment]
-    return Prober(transport, 1 << 20, 2048, _Clock()), engine
+    return Prober(transport, lambda: 1 << 20, 2048, _Clock()), engine
 
 
 def _begin(prober: Prober, hello: Hello) -> Unpaired | None:

@@ -77,7 +77,8 @@ def _peer(endpoint: str, session: bytes = b"10.0.0.1:15000") -> Metadata:
 
 
 def _entries(count: int) -> Entries:
-    return Entries(*[np.ones(count, dtype=np.uint64)] * 3)
+    ones = np.ones(count, dtype=np.uint64)
+    return Entries(ones, ones, ones)
 
 
 def _wait_for_threads() -> None:
