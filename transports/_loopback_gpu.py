@@ -21,7 +21,7 @@ _NAP_S = 50e-6
 
 
 class GpuWrites:
-    """`WireCopier` by a stream of its own: the GPU's copy engine works beside kernels, and takes no thread.
+    """What `PacedWrites` does, by a stream of its own: the GPU's copy engine works beside kernels, and takes no thread.
 
     What the GPU has begun cannot be called back; whoever must know that nothing moves waits for it, which takes no
     longer than the copies do. Owns the stream, its events, an epoll and a timer.
@@ -43,7 +43,7 @@ class GpuWrites:
         self._epoll.register(other_fd, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """`WireCopier.fileno`."""
+        """`PacedWrites.fileno`."""
         return self._epoll.fileno()
 
     def pieces(
@@ -53,11 +53,11 @@ class GpuWrites:
         dst_region: int,  # noqa: ARG002
         local: Mapping[int, Region],  # noqa: ARG002
     ) -> Entries | None:
-        """`WireCopier.pieces`: every write is the GPU's."""
+        """`PacedWrites.pieces`: every write is the GPU's."""
         return entries
 
     def submit(self, write_id: int, pieces: Entries, due_s: float) -> None:
-        """`WireCopier.submit`."""
+        """`PacedWrites.submit`."""
         driver = self._driver
         with self._gpu:
             for src, dst, num_bytes in zip(
@@ -72,7 +72,7 @@ class GpuWrites:
             self._timer.set(due_s)
 
     def collect(self) -> tuple[list[int], float]:
-        """`WireCopier.collect`; the GPU's time is nobody's."""
+        """`PacedWrites.collect`; the GPU's time is nobody's."""
         now_s = time.monotonic()
         while self._due and self._due[0][0] <= now_s:
             self._late.append(self._due.popleft()[1])
@@ -90,23 +90,23 @@ class GpuWrites:
         return ended, 0.0
 
     def drop_peer(self, peer: LoopbackPeer, write_ids: list[int]) -> None:  # noqa: ARG002 - all share one stream
-        """`WireCopier.drop_peer`."""
+        """`PacedWrites.drop_peer`."""
         self._drain()
         self._forget(write_ids)
 
-    def drop_sources(self) -> None:
-        """`WireCopier.drop_sources`."""
+    def drop_sources(self, region_ids: list[int]) -> None:  # noqa: ARG002
+        """`PacedWrites.drop_sources`."""
         self._drain()
 
     def give_up(self) -> list[int]:
-        """`WireCopier.give_up`. What follows is tried anew: a GPU that is lost refuses it."""
+        """`PacedWrites.give_up`. What follows is tried anew: a GPU that is lost refuses it."""
         self._drain()
         lost = list(self._event_of)
         self._forget(lost)
         return lost
 
     def close(self) -> None:
-        """`WireCopier.close`."""
+        """`PacedWrites.close`."""
         self._drain()
         with self._gpu:
             for event in self._events:

@@ -183,7 +183,7 @@ class LoopbackTransport:
                 self._finish(write, Outcome.UNKNOWN, "the transport was rotated before the write had ended")
             if self._paced is not None:
                 with self._giving_up(self._paced):
-                    self._paced.drop_sources(list(self._regions))  # the slots may have got other pages
+                    self._paced.drop_sources(list(self._regions))  # memory may be given back now
             self.counters.num_rotations += 1
 
     def close(self) -> None:
