@@ -17,7 +17,7 @@ from kvxfer.memory import HostMemory
 from kvxfer.ownership import Int64Array
 from kvxfer.row_sums import row_sum
 from kvxfer.streams.cuda_marks import CudaMarks
-from kvxfer.streams.cuda_track import Track
+from kvxfer.streams.cuda_track import MAX_MEMORIES, Track
 from kvxfer.streams.device import DevicePool
 from kvxfer.streams.driver import Gpu, cuda, gpu
 from kvxfer.streams.ring import (
@@ -32,7 +32,6 @@ from kvxfer.streams.ring import (
     order_offset_bytes,
 )
 
-MAX_MEMORIES: Final = 256
 GATHER_CTAS: Final = 4
 """Programs that move rows into pinned slots, where writes over the bus wait for nothing. Like the other two a value to
 begin with, which `python -m benchmarks.gpu_stream` measures: as few as fill the bus, because each may keep a program of

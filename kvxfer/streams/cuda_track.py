@@ -28,6 +28,7 @@ from kvxfer.streams.ring import (
 if TYPE_CHECKING:
     from kvxfer.kernels._compiled import CompiledKernel
 
+MAX_MEMORIES: Final = 256
 WAIT_GEQ: Final = 0
 """CU_STREAM_WAIT_VALUE_GEQ"""
 WRITE_DEFAULT: Final = 0
@@ -67,7 +68,7 @@ def _load(compiled: CompiledKernel, device_index: int) -> _Kernel:
     return _Kernel(function, compiled.num_params, compiled.num_threads, compiled.shared_bytes)
 
 
-class _Launch:
+class Launch:
     """A kernel and its parameters as CUDA wants them, pointers to values. A launch copies the values at once."""
 
     def __init__(self, kernel: _Kernel, num_ctas: int, stream: Any) -> None:  # noqa: ANN401
@@ -82,6 +83,31 @@ class _Launch:
 
     def __call__(self) -> None:
         check("cuLaunchKernel", self._driver.cuLaunchKernel(*self._arguments))
+
+
+class LaneLaunch:
+    """Moves the rows of one lane, which was copied to the GPU: what `Track` does, without a program that stages it.
+
+    The lane lies at `address`; `MAX_MEMORIES` memories are behind it, and then sums, which whoever copies the lane
+    clears where the order asks for a sum.
+    """
+
+    def __init__(self, device: Gpu, num_ctas: int, stream: Any, address: int, ring: Ring, ring_address: int) -> None:  # noqa: ANN401
+        """`ring_address`: where the GPU sees the ring. Raises as `load_kernels`."""
+        _, check_segment, move = load_kernels(device.device_index)
+        self._check, self._move = Launch(check_segment, num_ctas, stream), Launch(move, num_ctas, stream)
+        lane_words = ring.lane_bytes // 8
+        self._check.values[_CHECK_SCRATCH] = self._move.values[_MOVE_SCRATCH] = address
+        self._check.values[_CHECK_LANE_WORDS] = self._move.values[_MOVE_LANE_WORDS] = lane_words
+        self._check.values[_CHECK_NUM_MEMORIES] = self._move.values[_MOVE_NUM_MEMORIES] = MAX_MEMORIES
+        self._move.values[_MOVE_WORDS] = ring_address
+
+    def __call__(self, number: int, *, is_checked: bool) -> None:
+        """Carry out the order of entry `number`. The context is current. Raises `TransportError`."""
+        self._move.values[_MOVE_ENTRY] = order_offset_bytes(number) // 8
+        if is_checked:
+            self._check()
+        self._move()
 
 
 class Track:
@@ -117,9 +143,9 @@ class Track:
         except BaseException:
             self.close()
             raise
-        self._stage = _Launch(stage, 1, self._stream)
-        self._check = _Launch(check_segment, max_ctas, self._stream) if staging_bytes else None
-        self._move = _Launch(move, staged_ctas if staging_bytes else max_ctas, self._stream)
+        self._stage = Launch(stage, 1, self._stream)
+        self._check = Launch(check_segment, max_ctas, self._stream) if staging_bytes else None
+        self._move = Launch(move, staged_ctas if staging_bytes else max_ctas, self._stream)
         self._stage.values[_MEMORIES], self._stage.values[_NUM_MEMORIES] = memories
         self._stage.values[_SCRATCH] = self._move.values[_MOVE_SCRATCH] = self._scratch
         self._move.values[_MOVE_NUM_MEMORIES] = memories[1]

@@ -311,9 +311,9 @@ class StreamMover:
         if operation.num_running or operation.orders:
             return
         number = operation.move.operation
-        if self._ring.has_ended:
+        if (end := self._ring.end) is not None:
             # Its owner may have skipped it before the order was there.
-            self._ended.append(Moved(number, 0.0, "the worker's stream has ended", was_begun=True))
+            self._ended.append(Moved(number, 0.0, end, was_begun=True))
             return
         if operation.is_cancelled:
             self._ended.append(Moved(number, 0.0, None, was_begun=False))

@@ -10,16 +10,21 @@ import enum
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Final
 
 import numpy as np
+import pytest
 import torch
 
+import kvxfer.kernels.moves
 from kvxfer.kernels import reference
-from kvxfer.kernels.moves import scratch_words
+from kvxfer.kernels._compiled import CompiledKernel
+from kvxfer.kernels.moves import CompiledMove, scratch_words
+from kvxfer.streams import cuda_marks, cuda_stream, cuda_track, driver, staged_stream
 
 OK = (0,)
 CONTEXT = 11
@@ -32,6 +37,7 @@ class CUresult(enum.IntEnum):
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_INVALID_DEVICE = 101
     CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_NOT_READY = 600
     CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712
 
 
@@ -73,6 +79,7 @@ class Event:
 
     def __init__(self) -> None:
         self.reached = threading.Event()
+        self.is_recorded = False
 
 
 def _word(address: int) -> ctypes.c_int64:
@@ -94,6 +101,7 @@ class FakeCuda:
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=9,
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=0,
         CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS=1,
+        CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=3,
     )
 
     def __init__(self) -> None:
@@ -215,13 +223,36 @@ class FakeCuda:
         return OK
 
     def cuEventRecord(self, event: Event, stream: int) -> tuple[int, ...]:
-        event.reached = reached = threading.Event()
+        event.reached, event.is_recorded = (reached := threading.Event()), True
 
         def record() -> bool:
             reached.set()
             return True
 
         self.streams[stream].push(record)
+        return OK
+
+    def cuEventQuery(self, event: Event) -> tuple[int, ...]:
+        assert self._depth
+        assert event.is_recorded, "one that was never recorded counts as reached"
+        return OK if event.reached.is_set() else (CUresult.CUDA_ERROR_NOT_READY,)
+
+    def cuMemcpyHtoDAsync(self, dst: int, src: int, num_bytes: int, stream: int) -> tuple[int, ...]:
+        self._check_block(dst, num_bytes)
+        return self._copy(dst, src, num_bytes, stream)
+
+    def cuMemcpyDtoHAsync(self, dst: int, src: int, num_bytes: int, stream: int) -> tuple[int, ...]:
+        self._check_block(src, num_bytes)
+        self._check_registered(dst, num_bytes)
+        return self._copy(dst, src, num_bytes, stream)
+
+    def _copy(self, dst: int, src: int, num_bytes: int, stream: int) -> tuple[int, ...]:
+        def copy() -> bool:
+            ctypes.memmove(dst, src, num_bytes)
+            return True
+
+        assert self._depth
+        self.streams[stream].push(copy)
         return OK
 
     def cuStreamWaitEvent(self, stream: int, event: Event, _flags: int) -> tuple[int, ...]:
@@ -250,15 +281,18 @@ class FakeCuda:
 
     def _check(self, num_ctas: int, scratch: int, *sizes: int) -> bool:
         """Left to what moves the rows, which must not run without it."""
-        _, _, _, _, _, lane_words, _, num_memories = self._staged[scratch]
         assert num_ctas > 1
-        assert sizes == (lane_words, num_memories)
+        if scratch in self._staged:
+            _, _, _, _, _, lane_words, _, num_memories = self._staged[scratch]
+            assert sizes == (lane_words, num_memories)
         self.num_checks += 1
         return True
 
     def _move(self, num_ctas: int, scratch: int, *numbers: int) -> bool:
-        words, memories, entry, run, lanes, lane_words, num_lanes, num_memories = self._staged.pop(scratch)
         assert num_ctas > 1
+        if scratch not in self._staged:
+            return self._move_lane(scratch, *numbers)
+        words, memories, entry, run, lanes, lane_words, num_lanes, num_memories = self._staged.pop(scratch)
         assert numbers == (words, entry, lane_words, num_memories)
         reference.move_rows(
             _tensor(words, lanes + num_lanes * lane_words),
@@ -270,7 +304,49 @@ class FakeCuda:
         )
         return True
 
+    def _move_lane(self, scratch: int, words: int, entry: int, lane_words: int, num_memories: int) -> bool:
+        """Of a lane that was copied there, with the table of memories and the sums behind it."""
+        self._check_block(scratch, 8 * scratch_words(lane_words, num_memories))
+        lane, table = _tensor(scratch, lane_words), _tensor(scratch + 8 * lane_words, 2 * num_memories)
+        is_summed = int(lane[2]) != 0
+        sums = _tensor(scratch + 8 * (lane_words + 2 * num_memories), scratch_words(0, 0))
+        assert not (is_summed and sums.any()), "sums that were not cleared"
+        order = torch.cat([torch.tensor([1, 0, 0, lane_words, 0, 0, 0, 0]), lane])
+        reference.move_rows(order, table.view(-1, 2), 0, 1, 8, lane_words)
+        if is_summed:
+            sums += 1  # something
+            _tensor(words, entry + 5)[entry + 4] = order[4]
+        return True
+
     def _check_word(self, address: int, flags: int) -> None:
         assert self._depth
         assert flags == 0
-        assert any(first <= address < first + num_bytes for first, num_bytes in self.registered.items())
+        self._check_registered(address, 8)
+
+    def _check_registered(self, address: int, num_bytes: int) -> None:
+        assert any(
+            first <= address <= address + num_bytes <= first + size for first, size in self.registered.items()
+        ), "host memory that is not registered"
+
+    def _check_block(self, address: int, num_bytes: int) -> None:
+        assert any(
+            first <= address <= address + num_bytes <= first + len(block) for first, block in self.scratch.items()
+        ), "memory of the GPU that was not allocated"
+
+
+@contextmanager
+def installed(made: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """Have row streams use `made`, with kernels that it knows."""
+    for module in (driver, cuda_marks, cuda_stream, cuda_track, staged_stream):
+        monkeypatch.setattr(module, "cuda", lambda: made)
+    parameters = {"stage": 11, "check": 5, "move": 7}
+    compiled = CompiledMove(
+        *(CompiledKernel(f"{name} cubin".encode(), name, number, 64, 0) for name, number in parameters.items())
+    )
+    monkeypatch.setattr(kvxfer.kernels.moves, "compile_move_rows", lambda _capability: compiled)
+    for cached in (driver.gpu, cuda_track.load_kernels):
+        cached.cache_clear()
+    yield made
+    made.cuStreamDestroy(0)
+    for cached in (driver.gpu, cuda_track.load_kernels):
+        cached.cache_clear()

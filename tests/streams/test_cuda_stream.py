@@ -13,13 +13,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-import kvxfer.kernels.moves
 from kvxfer.errors import ContractError, RegistrationError, TransportError
-from kvxfer.kernels._compiled import CompiledKernel
-from kvxfer.kernels.moves import CompiledMove
 from kvxfer.memory import HostMemory
 from kvxfer.row_sums import row_sum
-from kvxfer.streams import cuda_marks, cuda_stream, cuda_track, driver
+from kvxfer.streams import cuda_stream, driver
 from kvxfer.streams.cuda_stream import CudaRowStream
 from kvxfer.streams.device import DevicePool
 from kvxfer.streams.ring import LINEAR, MemoryIndex, OrderCode, Ring, Span, SumKind, SumOrder
@@ -29,25 +26,6 @@ NUM_BYTES = 64 << 10
 WHOLE = Span(64, 10, 16, 0, 128, LINEAR, 1, 0, LINEAR)
 STAGED = Span(64, 10, 16, MemoryIndex.STAGING, 0, LINEAR, 0, 128, LINEAR)
 NO_SUM = SumOrder(SumKind.NONE, 0)
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    made = FakeCuda()
-    monkeypatch.setattr(driver, "cuda", lambda: made)
-    for module in (cuda_marks, cuda_stream, cuda_track):
-        monkeypatch.setattr(module, "cuda", lambda: made)
-    parameters = {"stage": 11, "check": 5, "move": 7}
-    compiled = CompiledMove(
-        *(CompiledKernel(f"{name} cubin".encode(), name, number, 64, 0) for name, number in parameters.items())
-    )
-    monkeypatch.setattr(kvxfer.kernels.moves, "compile_move_rows", lambda _capability: compiled)
-    for cached in (driver.gpu, cuda_track.load_kernels):
-        cached.cache_clear()
-    yield made
-    made.cuStreamDestroy(0)
-    for cached in (driver.gpu, cuda_track.load_kernels):
-        cached.cache_clear()
 
 
 class Owner:
