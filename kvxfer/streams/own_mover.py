@@ -25,9 +25,9 @@ class OwnStream(Protocol):
         """How long an entry lasts that nothing is before, by the last few of them."""
         ...
 
-    def enqueue(self, number: int) -> None:
-        """The order of entry `number` is there, and its lane is the entry's until that has ended. Never blocks, but
-        where an `error` begins."""
+    def enqueue(self, number: int, lane: int) -> None:
+        """The order of entry `number` is in `lane`, which is the entry's until that has ended. Never blocks, but where
+        an `error` begins."""
         ...
 
     def is_done(self, number: int) -> bool:
@@ -64,7 +64,7 @@ class _FedRing(Ring):
         """An order that was given is carried out, unless it is to be skipped from the beginning."""
         super().order(number, code, lane)
         if code is OrderCode.RUN:
-            self._stream.enqueue(number)
+            self._stream.enqueue(number, lane)
 
     def is_done(self, number: int) -> bool:
         """`Ring.is_done`."""

@@ -225,11 +225,7 @@ class Ring:
         self.fill_lane_words(lane, words, offsets, summed)
 
     def fill_lane_words(
-        self,
-        lane: int,
-        span_words: npt.NDArray[np.int64],
-        offsets: npt.NDArray[np.int64],
-        summed: SumOrder = _NO_SUM,
+        self, lane: int, span_words: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], summed: SumOrder = _NO_SUM
     ) -> None:
         """Write what the next order for this lane moves; the lane is in use by no entry. Spans are rows as in
         `Span.words`, `[num_spans, SPAN_WORDS]` int64: at most `MAX_SPANS`, with at most `max_offsets` offsets."""
@@ -278,8 +274,7 @@ class Ring:
 
     @property
     def end(self) -> str | None:
-        """Why entries that are found done may not have done what their orders said; None while there is no such
-        reason. To be looked at after `is_done`."""
+        """Why entries that are found done may not have done what their orders said. To be looked at after `is_done`."""
         return "the worker's stream has ended" if self.has_ended else None
 
     @property
@@ -316,7 +311,9 @@ class Ring:
 
     def spans_of(self, number: int) -> list[Span]:
         """What entry `number` moves, as its order says."""
-        rows = self.span_words(int(self._words[self._entry_word(number) + _LANE]))
+        first = self._lane_word(int(self._words[self._entry_word(number) + _LANE]))
+        begin = first + _SPANS_WORD
+        rows = self._words[begin : begin + int(self._words[first + _NUM_SPANS]) * SPAN_WORDS].reshape(-1, SPAN_WORDS)
         return [Span(*row[:_WORDS_OF_A_SPAN]) for row in rows.tolist()]
 
     def summed_by(self, number: int) -> SumOrder:
@@ -324,21 +321,6 @@ class Ring:
         first = self._lane_word(int(self._words[self._entry_word(number) + _LANE])) + _SUM_KIND
         kind, first_byte, num_bytes, expected = self._words[first : first + 4].tolist()
         return SumOrder(SumKind(kind), first_byte, num_bytes, expected % (1 << 64))
-
-    def span_words(self, lane: int) -> npt.NDArray[np.int64]:
-        """`[num_spans, SPAN_WORDS]` int64: what the order with this lane moves."""
-        first = self._lane_word(lane)
-        begin = first + _SPANS_WORD
-        return self._words[begin : begin + int(self._words[first + _NUM_SPANS]) * SPAN_WORDS].reshape(-1, SPAN_WORDS)
-
-    def lane_use(self, lane: int) -> tuple[int, int]:
-        """Where in the memory this lane begins, and how many of its bytes the order uses."""
-        first = self._lane_word(lane)
-        return first * 8, int(self._words[first + _NUM_USED]) * 8
-
-    def lane_of(self, number: int) -> int:
-        """The lane of entry `number`, whose order says RUN."""
-        return int(self._words[self._entry_word(number) + _LANE])
 
     def offsets_of(self, number: int) -> npt.NDArray[np.int64]:
         """`[max_offsets]` int64 row offsets of the lane of entry `number`."""

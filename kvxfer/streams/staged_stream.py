@@ -27,10 +27,10 @@ import numpy as np
 
 from kvxfer.errors import TransportError
 from kvxfer.memory import HostMemory
-from kvxfer.ownership import Int64Array
 from kvxfer.streams.cuda_track import MAX_MEMORIES, LaneLaunch
 from kvxfer.streams.device import DevicePool
 from kvxfer.streams.driver import check, cuda, gpu
+from kvxfer.streams.lane_view import LaneView
 from kvxfer.streams.ring import LINEAR, MemoryIndex, Ring, Span, SumKind
 
 NUM_KERNEL_STREAMS: Final = 2
@@ -38,6 +38,7 @@ NUM_KERNEL_STREAMS: Final = 2
 CTAS_PER_MULTIPROCESSOR: Final = 2
 """In its turn a process has the whole GPU."""
 _NUM_TURNS: Final = 16
+_SRC_MEMORY, _DST_MEMORY = 3, 6  # words of a span; the first byte comes next
 _TABLE_BYTES: Final = MAX_MEMORIES * 16  # an address and a number of bytes each
 _WARM_UP_MEMORY: Final = 2
 _WARM_UP_ROW: Final = Span(80, 1, 16, _WARM_UP_MEMORY, 0, LINEAR, _WARM_UP_MEMORY, 128, LINEAR)
@@ -118,25 +119,24 @@ class StagedRowStream:
         turns_s = list(self._turns_s)
         return statistics.median(turns_s) if turns_s else None
 
-    def enqueue(self, number: int) -> None:
+    def enqueue(self, number: int, lane: int) -> None:
         """`OwnStream.enqueue`."""
         if self._error is not None:
             return
-        idx = self._ring.lane_of(number)
-        lane, spans, summed = self._lanes[idx], self._ring.span_words(idx), self._ring.summed_by(number)
+        own, order, summed = self._lanes[lane], LaneView.of(self._ring, lane), self._ring.summed_by(number)
         given_s, is_alone = time.perf_counter(), not self._running
         try:
             with self._gpu:
-                self._upload(lane, idx, has_sum=summed.kind is not SumKind.NONE)
+                self._upload(own, order, has_sum=summed.kind is not SumKind.NONE)
                 if summed.kind is SumKind.CHECKED:
                     self._copy_in(summed.first_byte, summed.num_bytes)
-                elif spans[0, 3] == MemoryIndex.SLOTS:
-                    self._copy_in(*_slot_bytes(spans[:, 4], spans))
-                self._run(lane, number, is_checked=summed.kind is SumKind.CHECKED)
-                ended = lane.moved
-                if self._mirror and spans[0, 6] == MemoryIndex.SLOTS:
-                    self._copy_out(lane, *_slot_bytes(spans[:, 7], spans))
-                    ended = lane.downloaded
+                elif order.spans[0, _SRC_MEMORY] == MemoryIndex.SLOTS:
+                    self._copy_in(*order.extent(_SRC_MEMORY + 1))
+                self._run(own, number, is_checked=summed.kind is SumKind.CHECKED)
+                ended = own.moved
+                if self._mirror and order.spans[0, _DST_MEMORY] == MemoryIndex.SLOTS:
+                    self._copy_out(own, *order.extent(_DST_MEMORY + 1))
+                    ended = own.downloaded
         except TransportError as error:
             self._error = str(error)
             self.drain()  # of the entry, too, nothing is under way then
@@ -199,9 +199,8 @@ class StagedRowStream:
 
     # ---- one entry, the context current ----
 
-    def _upload(self, lane: _Lane, idx: int, *, has_sum: bool) -> None:
-        offset_bytes, num_bytes = self._ring.lane_use(idx)
-        self._to_gpu(lane.address, self._ring.memory.address + offset_bytes, num_bytes)
+    def _upload(self, lane: _Lane, order: LaneView, *, has_sum: bool) -> None:
+        self._to_gpu(lane.address, self._ring.memory.address + order.offset_bytes, order.used_bytes)
         if has_sum:
             sums = lane.address + self._ring.lane_bytes + _TABLE_BYTES
             self._to_gpu(sums, self._table.address + _TABLE_BYTES, self._sum_bytes)
@@ -273,7 +272,7 @@ class StagedRowStream:
             self._ring.fill_lane(idx, [_WARM_UP_ROW], np.empty(0, dtype=np.int64))
             with self._gpu:
                 self._to_gpu(address, self._table.address + _TABLE_BYTES, _WARM_UP_BYTES)
-                self._upload(lane, idx, has_sum=False)
+                self._upload(lane, LaneView.of(self._ring, idx), has_sum=False)
                 self._run(lane, idx, is_checked=False)
                 src = self._table.address + _TABLE_BYTES
                 check("cuStreamWaitEvent", self._driver.cuStreamWaitEvent(self._streams[1], lane.moved, 0))
@@ -329,10 +328,3 @@ class StagedRowStream:
         self._registered.clear()
         self._running.clear()
         self._table.close()
-
-
-def _slot_bytes(first_bytes: Int64Array, spans: Int64Array) -> tuple[int, int]:
-    """First byte and number of bytes of what `spans`, `[num_spans, ...]`, name in the slots, where each begins at one
-    of `first_bytes`: an order has one part of one slot."""
-    first = int(first_bytes.min())
-    return first, int((first_bytes + spans[:, 0] * spans[:, 1]).max()) - first

@@ -13,7 +13,6 @@ import kvxfer.kernels
 from kvxfer.errors import KernelContractError
 from kvxfer.kernels import _row_sums, moves
 from kvxfer.kernels._launch import INTERPRETED
-from kvxfer.streams import cuda_stream
 from kvxfer.streams import ring as ring_layout
 from kvxfer.streams.ring import LANES_OFFSET_BYTES, LINEAR, OrderCode, Span, order_offset_bytes, order_value
 from tests.kernels.moves_world import MEMORY_BYTES, NUM_LANES, NUM_OFFSETS, World, all_ops, naive, random_spans
@@ -30,7 +29,7 @@ def test_kernel_and_ring_agree_on_where_words_lie() -> None:
     for name in ("MAX_SPANS", "SPAN_WORDS", "OFFSETS_WORD"):
         assert getattr(moves, name) == getattr(ring_layout, name)
     assert moves.SPANS_WORD == ring_layout.OFFSETS_WORD - ring_layout.MAX_SPANS * ring_layout.SPAN_WORDS
-    assert moves.MAX_MEMORIES == cuda_stream.MAX_MEMORIES == ring_layout.MemoryIndex.STAGING + 1
+    assert moves.MAX_MEMORIES == cuda_track.MAX_MEMORIES == ring_layout.MemoryIndex.STAGING + 1
     kinds = _row_sums.SUM_NONE, _row_sums.SUM_MOVED, _row_sums.SUM_CHECKED
     assert list(kinds) == list(ring_layout.SumKind)
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.streams.fake_cuda import FakeCuda, installed
+from tests.streams.fake_cuda import FakeCuda
+from tests.streams.installed_cuda import installed
 
 
 @pytest.fixture

@@ -10,21 +10,16 @@ import enum
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Final
 
 import numpy as np
-import pytest
 import torch
 
-import kvxfer.kernels.moves
 from kvxfer.kernels import reference
-from kvxfer.kernels._compiled import CompiledKernel
-from kvxfer.kernels.moves import CompiledMove, scratch_words
-from kvxfer.streams import cuda_marks, cuda_stream, cuda_track, driver, staged_stream
+from kvxfer.kernels.moves import scratch_words
 
 OK = (0,)
 CONTEXT = 11
@@ -332,21 +327,3 @@ class FakeCuda:
         assert any(
             first <= address <= address + num_bytes <= first + len(block) for first, block in self.scratch.items()
         ), "memory of the GPU that was not allocated"
-
-
-@contextmanager
-def installed(made: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """Have row streams use `made`, with kernels that it knows."""
-    for module in (driver, cuda_marks, cuda_stream, cuda_track, staged_stream):
-        monkeypatch.setattr(module, "cuda", lambda: made)
-    parameters = {"stage": 11, "check": 5, "move": 7}
-    compiled = CompiledMove(
-        *(CompiledKernel(f"{name} cubin".encode(), name, number, 64, 0) for name, number in parameters.items())
-    )
-    monkeypatch.setattr(kvxfer.kernels.moves, "compile_move_rows", lambda _capability: compiled)
-    for cached in (driver.gpu, cuda_track.load_kernels):
-        cached.cache_clear()
-    yield made
-    made.cuStreamDestroy(0)
-    for cached in (driver.gpu, cuda_track.load_kernels):
-        cached.cache_clear()

@@ -78,7 +78,7 @@ class Agent:
 def run(agent: Agent, number: int, lane: int, span: Span, summed: SumOrder) -> None:
     agent.ring.fill_lane(lane, [span], np.empty(0, dtype=np.int64), summed)
     agent.ring.order(number, OrderCode.RUN, lane)
-    agent.stream.enqueue(number)
+    agent.stream.enqueue(number, lane)
 
 
 def wait_done(agent: Agent, number: int) -> None:
