@@ -13,6 +13,7 @@ import kvxfer.kernels
 from kvxfer.errors import KernelContractError
 from kvxfer.kernels import _row_sums, moves
 from kvxfer.kernels._launch import INTERPRETED
+from kvxfer.streams import cuda_track
 from kvxfer.streams import ring as ring_layout
 from kvxfer.streams.ring import LANES_OFFSET_BYTES, LINEAR, OrderCode, Span, order_offset_bytes, order_value
 from tests.kernels.moves_world import MEMORY_BYTES, NUM_LANES, NUM_OFFSETS, World, all_ops, naive, random_spans
