@@ -73,8 +73,9 @@ def checked_entries(batch: WriteBatch, local: Collection[Region], remote: dict[i
     _check_arrays(batch)
     target = _target_region(batch.dst_region, remote)
     lengths = batch.lengths
-    if batch.num_entries == 1 and _holds_the_only_entry(batch, local, target):
-        return Entries(batch.src_addresses, batch.dst_offsets + np.uint64(target.address), lengths)
+    if batch.num_entries == 1 and (source := _source_of_the_only_entry(batch, local, target)) is not None:
+        dst = batch.dst_offsets + np.uint64(target.address)
+        return Entries(batch.src_addresses, dst, lengths, source.gpu_index, target.gpu_index)
     outside = ~_inside(batch.dst_offsets, lengths, target.num_bytes)
     if outside.any():
         entry = int(outside.argmax())
@@ -106,12 +107,16 @@ def checked_entries(batch: WriteBatch, local: Collection[Region], remote: dict[i
     return Entries(batch.src_addresses[kept], dst[kept], lengths[kept], *gpus)
 
 
-def _holds_the_only_entry(batch: WriteBatch, local: Iterable[Region], target: RemoteRegion) -> bool:
-    """Whether it is one of some length that lies where it may: what a packed segment is, in a fifth of the time."""
+def _source_of_the_only_entry(batch: WriteBatch, local: Iterable[Region], target: RemoteRegion) -> Region | None:
+    """The region that holds it, where it has some length and lies where it may: what a packed segment is, in a fifth of
+    the time. None: look closer."""
     src, dst, num_bytes = int(batch.src_addresses[0]), int(batch.dst_offsets[0]), int(batch.lengths[0])
-    return 0 < num_bytes <= target.num_bytes - dst and any(
-        region.address <= src and src + num_bytes <= region.address + region.num_bytes for region in local
-    )
+    if not 0 < num_bytes <= target.num_bytes - dst:
+        return None
+    for region in local:
+        if region.address <= src and src + num_bytes <= region.address + region.num_bytes:
+            return region
+    return None
 
 
 def _check_arrays(batch: WriteBatch) -> None:
