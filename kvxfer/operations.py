@@ -31,6 +31,19 @@ class SegmentSource:
 
 
 @dataclass(frozen=True, slots=True)
+class RowSum:
+    """Lets a stream sum a segment's bytes while it moves them (`kvxfer.row_sums`).
+
+    `judge` is called with the sum: what it returns goes into `Moved.result`, and with an `IntegrityError` the move has
+    failed. A scatter moves no row unless the segment's `num_bytes` have the sum `expected`.
+    """
+
+    judge: Callable[[int], object]
+    num_bytes: int
+    expected: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """One segment of a chunk that is to be moved: out of the worker's pool into a slot, or the other way round."""
 
@@ -38,6 +51,7 @@ class Move:
     source: SegmentSource
     segment: int
     cancel: CancelFlag
+    row_sum: RowSum | None = None  # only for an executor that sums gathers or checks scatters
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +84,16 @@ class RowExecutor(Protocol):
     @property
     def has_timeline(self) -> bool:
         """Whether the worker can say when its rows are written."""
+        ...
+
+    @property
+    def sums_gathers(self) -> bool:
+        """Whether gathers may have a `RowSum`."""
+        ...
+
+    @property
+    def checks_scatters(self) -> bool:
+        """Whether scatters may have a `RowSum`."""
         ...
 
     @property

@@ -10,6 +10,7 @@ import numpy as np
 from kvxfer.control.handoff_listener import ReceivedPool
 from kvxfer.layout import Placement, PoolLayout
 from kvxfer.operations import Moved, RowExecutor
+from kvxfer.row_sums import BLOCK_BYTES
 from kvxfer.rows_host import ByteArray
 from kvxfer.streams.ring import OFFSETS_WORD, Ring
 
@@ -18,12 +19,14 @@ NUM_LANES = 16
 _LANES_BYTES = 16 << 20
 
 
-def make_ring(layout: PoolLayout, slot_bytes: int) -> Ring:
+def make_ring(layout: PoolLayout, slot_bytes: int, *, checks_segments: bool = False) -> Ring:
     """A ring for a pool that lies so. A lane has room for the rows of a whole slot, if all lanes together stay small;
-    a segment with more rows takes several orders. Raises `OSError` where memory is short."""
+    a segment with more rows takes several orders. With `checks_segments` the stream's owner has memory to check one of
+    a slot's bytes, where slots begin at multiples of a block of sums. Raises `OSError` where memory is short."""
     row_bytes = [group.row_bytes for group in layout.groups if group.placement is not Placement.STATE]
     max_rows = slot_bytes // min(row_bytes, default=slot_bytes)
-    return Ring.create(NUM_LANES, max(1, min(max_rows, _LANES_BYTES // NUM_LANES // 8 - OFFSETS_WORD)))
+    max_offsets = max(1, min(max_rows, _LANES_BYTES // NUM_LANES // 8 - OFFSETS_WORD))
+    return Ring.create(NUM_LANES, max_offsets, slot_bytes if checks_segments and slot_bytes % BLOCK_BYTES == 0 else 0)
 
 
 class PoolSeat:

@@ -84,6 +84,7 @@ class HostExecutor:
 
     has_timeline = False
     timeline = 0
+    sums_gathers = checks_scatters = False  # `look` is called by the thread that moves the rows
     may_still_move = False
 
     def __init__(self, mover: RowMover, pool: ByteArray, slot_view: Callable[[int], ByteArray]) -> None:

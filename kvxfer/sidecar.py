@@ -70,6 +70,7 @@ class Sidecar:
         num_threads: int,
         drain_s: float,
         is_target: bool = True,
+        checks_segments: bool = False,
     ) -> None:
         self.incarnation = new_id()
         self.log = logging.getLogger(f"kvxfer.{role}")
@@ -94,6 +95,7 @@ class Sidecar:
                 slots=lambda: self.slots,
                 open_rows=self._open_rows,
                 has_gpu_slots=slots.kind == "device",
+                checks_segments=checks_segments,
             )
             stack.callback(self.desk.close)
             self.slots = SlotMemory.at_start(slots)

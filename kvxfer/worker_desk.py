@@ -70,9 +70,11 @@ class WorkerDesk:
         slots: Callable[[], SlotMemory],
         open_rows: Callable[[ReceivedPool], RowExecutor],
         has_gpu_slots: bool,
+        checks_segments: bool = False,
     ) -> None:
         """Listen. `slots` tells where the agent's slots are now, on a GPU with `has_gpu_slots`; `open_rows` makes the
-        executor of a pool. Raises `ConfigError`."""
+        executor of a pool. With `checks_segments` workers' streams are to check segments before they scatter them.
+        Raises `ConfigError`."""
         self.seat = PoolSeat(open_rows, log)
         self.channel = WorkerListener(socket_dir)
         try:
@@ -83,6 +85,7 @@ class WorkerDesk:
         self._agent = agent
         self._log = log
         self._slots = slots
+        self._checks_segments = checks_segments
         self._worker: bytes | None = None
         self._waiting_worker: tuple[bytes, AttachWorker, int] | None = None  # of the next pool
         self._num_events = 0  # that this worker was sent
@@ -209,7 +212,7 @@ class WorkerDesk:
 
     def _share_stream(self, layout: PoolLayout) -> tuple[Ring, HostMemory | MappedPool, int]:
         slots = self._slots()
-        return make_ring(layout, slots.slot_bytes), slots.memory, slots.move
+        return make_ring(layout, slots.slot_bytes, checks_segments=self._checks_segments), slots.memory, slots.move
 
     def tell_of_move(self) -> None:
         """A worker whose stream knows other slots than the present ones is told, and gets no order until it has mapped

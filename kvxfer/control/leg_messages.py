@@ -128,8 +128,8 @@ class Segment(LegMessage, frozen=True, kw_only=True):
     segment: Index
     slot: SlotIndex
     num_bytes: Counter
-    checksum: Annotated[bytes, msgspec.Meta(max_length=8)] = b""
-    """`integrity.bind` of the packed bytes, for a peer that verifies; otherwise empty."""
+    checksum: Annotated[bytes, msgspec.Meta(max_length=9)] = b""
+    """`integrity.bind` of the packed bytes, for a peer that verifies: its kind and eight bytes; otherwise empty."""
 
 
 class Finished(LegMessage, frozen=True, kw_only=True):

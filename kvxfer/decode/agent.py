@@ -20,9 +20,9 @@ from kvxfer.decode.core import SHUTDOWN_DETAIL, DecodeCore
 from kvxfer.decode.landing import pull_segment
 from kvxfer.decode.links import SourceLinks
 from kvxfer.errors import ConfigError, IntegrityError, RefusedError, TransportError
-from kvxfer.integrity import check_segment
+from kvxfer.integrity import check_segment, check_sum, expected_sum
 from kvxfer.layout import PoolLayout, Shard
-from kvxfer.operations import Move
+from kvxfer.operations import Move, RowSum
 from kvxfer.ops.config import DecodeConfig
 from kvxfer.ops.figures import AgentFigures
 from kvxfer.sidecar import Sidecar
@@ -56,6 +56,7 @@ class DecodeAgent:
             ops=config.ops,
             num_threads=config.num_threads,
             drain_s=config.drain_s,
+            checks_segments=self._verify,
         )
         self.incarnation = self._sidecar.incarnation
         self._core = DecodeCore(SlotTable(config.slots.num_slots, LANDING_MOVES), config.credits_per_leg)
@@ -195,12 +196,17 @@ class DecodeAgent:
             self._sidecar.rows.expect(self._core.num_scatters_to_come, 0)
 
     def _scatter(self, scatter: Scatter) -> None:
-        look = None
-        if self._verify or scatter.notice.checksum:
+        notice, rows = scatter.notice, self._sidecar.rows
+        look = row_sum = None
+        expected = expected_sum(notice) if rows.checks_scatters else None
+        if expected is not None:
+            first_byte, end_byte = scatter.source.plan.segment_range(scatter.segment)
+            row_sum = RowSum(partial(check_sum, notice), end_byte - first_byte, expected)
+        elif self._verify or notice.checksum:
             look = partial(self._check, scatter)
-        move = Move(scatter.operation, scatter.source, scatter.segment, scatter.cancel)
+        move = Move(scatter.operation, scatter.source, scatter.segment, scatter.cancel, row_sum)
         self._sidecar.trace.begin("scatter", scatter.operation, scatter.slot, scatter.segment)
-        self._sidecar.rows.scatter(move, scatter.slot, look)
+        rows.scatter(move, scatter.slot, look)
 
     def _check(self, scatter: Scatter) -> None:
         """Raise `IntegrityError` unless the segment has arrived as it was packed."""

@@ -20,9 +20,9 @@ from kvxfer.control.messages import (
 )
 from kvxfer.control.peer_channel import PeerListener, load_credentials
 from kvxfer.errors import RefusedError, TransportError
-from kvxfer.integrity import digest
+from kvxfer.integrity import digest, sum_digest
 from kvxfer.layout import PoolLayout
-from kvxfer.operations import Move
+from kvxfer.operations import Move, RowSum
 from kvxfer.ops.config import PrefillConfig
 from kvxfer.ops.figures import AgentFigures
 from kvxfer.prefill.actions import Gather, Notify, SendToPeer, Write
@@ -283,13 +283,17 @@ class PrefillAgent:
             self._core.timeline_reached(self._sidecar.rows.timeline, now)
 
     def _gather(self, gather: Gather) -> None:
-        look = None
+        rows, look, row_sum = self._sidecar.rows, None, None
         if gather.wants_digest:
             first_byte, end_byte = gather.source.plan.segment_range(gather.segment)
-            look = partial(digest, self._sidecar.slots.view(gather.slot)[: end_byte - first_byte])
-        move = Move(gather.operation, gather.source, gather.segment, gather.cancel)
+            num_bytes = end_byte - first_byte
+            if rows.sums_gathers:
+                row_sum = RowSum(sum_digest, num_bytes)
+            else:
+                look = partial(digest, self._sidecar.slots.view(gather.slot)[:num_bytes])
+        move = Move(gather.operation, gather.source, gather.segment, gather.cancel, row_sum)
         self._sidecar.trace.begin("gather", gather.operation, gather.slot, gather.segment)
-        self._sidecar.rows.gather(move, gather.slot, look)
+        rows.gather(move, gather.slot, look)
 
     def poll(self, now: float) -> None:
         """See which writes and moves have ended."""

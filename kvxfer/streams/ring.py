@@ -4,8 +4,7 @@ One memfd, made by the agent, mapped by both sides and registered with CUDA by t
 
 | part | what it holds |
 |---|---|
-| header | the timeline, which the worker's stream raises; the number of entries enqueued so far; the owner's end; |
-| | bytes of `STAGING` |
+| header | timeline, raised by the worker's stream; entries enqueued so far; the owner's end; bytes of `STAGING` |
 | entries | `NUM_ENTRIES` of `ENTRY_BYTES`: order word, done word, lane, words of the lane that are in use, sum |
 | lanes | `num_lanes` of `lane_bytes`: numbers of spans and of words in use, a `SumOrder`, `MAX_SPANS` spans, then row |
 | | offsets |
@@ -41,6 +40,7 @@ ENTRY_BYTES: Final = 64
 MAX_SPANS: Final = 64
 SPAN_WORDS: Final = 16
 _WORDS_OF_A_SPAN: Final = 9  # the rest is padding
+SRC_MEMORY_COLUMN: Final = 3  # of a span's words
 LINEAR: Final = -1
 """In place of a table: rows lie one behind the other."""
 
@@ -103,7 +103,7 @@ class SumOrder:
         return self.kind, self.first_byte, self.num_bytes, expected, MemoryIndex.SLOTS, MemoryIndex.STAGING
 
 
-_NO_SUM: Final = SumOrder(SumKind.NONE, 0)
+NO_SUM: Final = SumOrder(SumKind.NONE, 0)
 
 
 def _signed(total: int) -> int:
@@ -216,7 +216,7 @@ class Ring:
     # ---- the agent ----
 
     def fill_lane(
-        self, lane: int, spans: list[Span], offsets: npt.NDArray[np.int64], summed: SumOrder = _NO_SUM
+        self, lane: int, spans: list[Span], offsets: npt.NDArray[np.int64], summed: SumOrder = NO_SUM
     ) -> None:
         """`fill_lane_words` for spans that are objects."""
         words = np.zeros((len(spans), SPAN_WORDS), dtype=np.int64)
@@ -225,7 +225,7 @@ class Ring:
         self.fill_lane_words(lane, words, offsets, summed)
 
     def fill_lane_words(
-        self, lane: int, span_words: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], summed: SumOrder = _NO_SUM
+        self, lane: int, span_words: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], summed: SumOrder = NO_SUM
     ) -> None:
         """Write what the next order for this lane moves; the lane is in use by no entry. Spans are rows as in
         `Span.words`, `[num_spans, SPAN_WORDS]` int64: at most `MAX_SPANS`, with at most `max_offsets` offsets."""

@@ -11,39 +11,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
 from kvxfer.errors import LayoutError
 from kvxfer.operations import Move, Moved, MoveReports, SegmentSource, failed
+from kvxfer.row_sums import BLOCK_BYTES
 from kvxfer.streams.chunk_orders import ChunkOrders
-from kvxfer.streams.ring import MemoryIndex, OrderCode, Ring
+from kvxfer.streams.ring import NO_SUM, SRC_MEMORY_COLUMN, MemoryIndex, OrderCode, Ring, SumKind, SumOrder
 from kvxfer.streams.ring_watch import Awaited, RingWatch
-from kvxfer.streams.spans import Order, PoolSide, SlotSide
-
-_Look = Callable[[], object]
-
-
-@dataclass(slots=True, eq=False)
-class _Operation:
-    """A move between submit and end."""
-
-    move: Move
-    orders: deque[Order]  # that no entry has yet
-    look_after: _Look | None
-    num_running: int = 0  # orders that entries have
-    began_s: float = 0.0
-    is_cancelled: bool = False
-
-
-@dataclass(slots=True)
-class _Running:
-    """An entry with an order. Its lane is in use until the entry is done."""
-
-    number: int
-    lane: int
-    operation: _Operation
+from kvxfer.streams.spans import PoolSide, SlotSide
+from kvxfer.streams.stream_operation import Look, Operation, Running
 
 
 class StreamMover:
@@ -68,10 +46,10 @@ class StreamMover:
         self._gathers: WeakKeyDictionary[SegmentSource, ChunkOrders] = WeakKeyDictionary()
         self._scatters: WeakKeyDictionary[SegmentSource, ChunkOrders] = WeakKeyDictionary()
         self._pulls: WeakKeyDictionary[SegmentSource, ChunkOrders] = WeakKeyDictionary()
-        self._waiting: deque[_Operation] = deque()  # with orders that no entry has yet, the first one first
-        self._running: deque[_Running] = deque()  # in the order of their numbers
+        self._waiting: deque[Operation] = deque()  # with orders that no entry has yet, the first one first
+        self._running: deque[Running] = deque()  # in the order of their numbers
         self._ended: list[Moved] = []  # and handed out by the next `look`
-        self._checked: deque[tuple[_Operation, BaseException | None]] = deque()  # whose slot was looked at, by threads
+        self._checked: deque[tuple[Operation, BaseException | None]] = deque()  # whose slot was looked at, by threads
         self._free_lanes = list(range(ring.num_lanes))
         self._next_number = 0  # of the entry that gets an order next
         self._num_checked = 0  # orders of operations whose slot is looked at first
@@ -89,6 +67,16 @@ class StreamMover:
         return self._ring.timeline
 
     @property
+    def sums_gathers(self) -> bool:
+        """`RowExecutor.sums_gathers`. Slots begin where blocks of a sum may."""
+        return self._slot_bytes % BLOCK_BYTES == 0
+
+    @property
+    def checks_scatters(self) -> bool:
+        """`RowExecutor.checks_scatters`."""
+        return self.sums_gathers and self._ring.staging_bytes >= self._slot_bytes
+
+    @property
     def may_still_move(self) -> bool:
         """`RowExecutor.may_still_move`."""
         return self._may_still_move
@@ -100,23 +88,32 @@ class StreamMover:
 
     # ---- moves ----
 
-    def gather(self, move: Move, slot: int, look: _Look | None) -> None:
+    def gather(self, move: Move, slot: int, look: Look | None) -> None:
         """`RowExecutor.gather`."""
         orders = self._gathers.get(move.source)
         if orders is None:
             orders = self._plan(move, self._pool_side(move.source), self._slots_side())
             self._gathers[move.source] = orders
-        self._submit(move, orders, slot * self._slot_bytes, look_after=look)
+        first_byte = slot * self._slot_bytes
+        summed = NO_SUM if move.row_sum is None else SumOrder(SumKind.MOVED, first_byte)
+        self._submit(move, orders, first_byte, summed, look_after=look)
 
-    def scatter(self, move: Move, slot: int, look: _Look | None) -> None:
+    def scatter(self, move: Move, slot: int, look: Look | None) -> None:
         """`RowExecutor.scatter`."""
         orders = self._scatters.get(move.source)
         if orders is None:
             orders = self._plan(move, self._slots_side(), self._pool_side(move.source))
             self._scatters[move.source] = orders
-        self._submit(move, orders, slot * self._slot_bytes, look_before=look)
+        first_byte = slot * self._slot_bytes
+        if move.row_sum is None:
+            self._submit(move, orders, first_byte, look_before=look)
+            return
+        # Each order stages and sums the whole segment, also one of several: what another found may not hold any more.
+        row_sum = move.row_sum
+        summed = SumOrder(SumKind.CHECKED, first_byte, row_sum.num_bytes, row_sum.expected)
+        self._submit(move, orders, 0, summed)
 
-    def pull(self, move: Move, src: PoolSide, look: _Look | None) -> None:
+    def pull(self, move: Move, src: PoolSide, look: Look | None) -> None:
         """Copy a segment straight out of a peer's pool, which the stream's owner has mapped, then call `look` in a
         thread: what it raises makes the rows worthless. All segments of a chunk come from the same `src`."""
         orders = self._pulls.get(move.source)
@@ -139,30 +136,34 @@ class StreamMover:
         move: Move,
         orders_of: ChunkOrders,
         slot_first_byte: int,
+        summed: SumOrder = NO_SUM,
         *,
-        look_before: _Look | None = None,
-        look_after: _Look | None = None,
+        look_before: Look | None = None,
+        look_after: Look | None = None,
     ) -> None:
         try:
             orders = orders_of.segment(move.segment, slot_first_byte)
         except LayoutError as error:
             self._mover.report(failed(move.operation, move.segment, error))
             return
-        operation = _Operation(move, deque(orders), look_after)
+        if summed.kind is SumKind.CHECKED:
+            for order in orders:
+                order.span_words[:, SRC_MEMORY_COLUMN] = MemoryIndex.STAGING
+        operation = Operation(move, deque(orders), look_after, summed)
         if look_before is None:
             self._add(operation)
             return
         self._num_checked += len(orders)
         self._mover.call(look_before).add_done_callback(partial(self._slot_checked, operation))
 
-    def _slot_checked(self, operation: _Operation, future: Future[object]) -> None:
+    def _slot_checked(self, operation: Operation, future: Future[object]) -> None:
         """The slot of a scatter was looked at. Called by the thread that did."""
         if future.cancelled():
             return  # the agent's threads are being closed
         self._checked.append((operation, future.exception()))
         self._mover.report(None)
 
-    def _add(self, operation: _Operation) -> None:
+    def _add(self, operation: Operation) -> None:
         """Its orders go to entries with the next `expect`."""
         if self._error is not None:
             self._mover.report(Moved(operation.move.operation, 0.0, self._error, was_begun=True))
@@ -257,6 +258,7 @@ class StreamMover:
             running = self._running.popleft()
             self._free_lanes.append(running.lane)
             running.operation.num_running -= 1
+            running.operation.take_sum(self._ring, running.number)
             self._end_if_over(running.operation)
 
     def _cancel(self) -> None:
@@ -286,9 +288,9 @@ class StreamMover:
                 self._waiting.popleft()
             operation.began_s = operation.began_s or time.perf_counter()
             lane = self._free_lanes.pop()
-            self._ring.fill_lane_words(lane, order.span_words, order.offsets)
+            self._ring.fill_lane_words(lane, order.span_words, order.offsets, operation.summed)
             self._ring.order(self._next_number, OrderCode.RUN, lane)
-            self._running.append(_Running(self._next_number, lane, operation))
+            self._running.append(Running(self._next_number, lane, operation))
             operation.num_running += 1
             self._next_number += 1
         while self._next_number < num_enqueued and self._num_wanted > self._num_needed():
@@ -307,7 +309,7 @@ class StreamMover:
         """More than were asked for would be the fault of the stream's owner, and must not lead the ring astray."""
         return min(self._ring.num_enqueued, self._num_wanted)
 
-    def _end_if_over(self, operation: _Operation) -> None:
+    def _end_if_over(self, operation: Operation) -> None:
         if operation.num_running or operation.orders:
             return
         number = operation.move.operation
@@ -320,7 +322,7 @@ class StreamMover:
             return
         busy_s = time.perf_counter() - operation.began_s
         if operation.look_after is None:
-            self._ended.append(Moved(number, busy_s, None, was_begun=True))
+            self._ended.append(operation.done(busy_s))
             return
         self._mover.call(operation.look_after).add_done_callback(partial(self._looked, operation.move, busy_s))
 

@@ -158,7 +158,7 @@ EXAMPLES: dict[str, m.Message] = {
         segment=2,
         slot=7,
         num_bytes=8 << 20,
-        checksum=b"\x00\x01\x02\x03\x04\x05\x06\x07",
+        checksum=b"s\x00\x01\x02\x03\x04\x05\x06\x07",
     ),
     "finished": FINISHED,
     "leg_failed": m.LegFailed(transfer=TRANSFER, generation=9, reason=Reason.WRITE_FAILED, detail="cut"),

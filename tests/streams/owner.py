@@ -11,7 +11,7 @@ import numpy as np
 
 from kvxfer.layout import Placement, Shard, TokenRange
 from kvxfer.memory import HostMemory
-from kvxfer.operations import CancelFlag, Move, Moved, SegmentSource
+from kvxfer.operations import CancelFlag, Move, Moved, RowSum, SegmentSource
 from kvxfer.row_mover import RowMover
 from kvxfer.streams.host_stream import HostRowStream
 from kvxfer.streams.ring import Ring
@@ -40,7 +40,7 @@ class Owner:
     """The stream's owner and the agent. Entries are enqueued by `feed()`, or at once with `is_eager`."""
 
     def __init__(self, num_lanes: int = 2, *, is_eager: bool = True, max_offsets: int = 1000) -> None:
-        self.agent_ring = Ring.create(num_lanes, max_offsets)
+        self.agent_ring = Ring.create(num_lanes, max_offsets, SLOT_BYTES)
         self.pool = HostMemory.create(POOL_BYTES, "pool")
         self.slots = HostMemory.create(NUM_SLOTS * SLOT_BYTES, "slots")
         self.pool.array[:] = np.random.default_rng(0).integers(0, 256, POOL_BYTES)
@@ -70,8 +70,15 @@ class Owner:
             self.num_enqueued += 1
         self.agent_ring.set_num_enqueued(self.num_enqueued)
 
-    def move(self, operation: int, source: SegmentSource, segment: int = 0, cancel: CancelFlag | None = None) -> Move:
-        return Move(operation, source, segment, cancel or CancelFlag())
+    def move(
+        self,
+        operation: int,
+        source: SegmentSource,
+        segment: int = 0,
+        cancel: CancelFlag | None = None,
+        row_sum: RowSum | None = None,
+    ) -> Move:
+        return Move(operation, source, segment, cancel or CancelFlag(), row_sum)
 
     def poll(self) -> list[Moved]:
         """What a turn of the agent's loop finds."""

@@ -6,13 +6,14 @@ import random
 import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from kvxfer.errors import IntegrityError
-from kvxfer.operations import CancelFlag, SegmentSource
+from kvxfer.operations import CancelFlag, RowSum, SegmentSource
+from kvxfer.row_sums import row_sum
 from kvxfer.rows_host import gather_segment
 from kvxfer.streams.ring import OrderCode
 from kvxfer.streams.spans import PoolSide
@@ -193,6 +194,74 @@ def test_a_look_that_fails_after_the_rows_ends_the_move(owner: Owner) -> None:
     owner.mover.gather(owner.move(1, chunk_of(16)), 0, look)
     (moved,) = owner.wait(1)
     assert moved.error == "segment 0: ValueError: the lease was revoked"
+
+
+# ---- sums ----
+
+
+def announced(expected: int) -> Callable[[int], None]:
+    def judge(found: int) -> None:
+        if found != expected:
+            raise IntegrityError(f"got {found:#x}, expected {expected:#x}")
+
+    return judge
+
+
+def cut_up(owner: Owner) -> SegmentSource:
+    """A chunk of one segment that takes several orders."""
+    owner.agent_ring.max_offsets = 5
+    rows = np.random.default_rng(2).permutation(16).astype(np.int64) * 2 * ROW_BYTES
+    return SegmentSource(chunk_of(16).plan, (BlockAddresses(0, 0, rows, ROW_BYTES),))
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_gather_tells_the_sum_of_all_its_orders(owner: Owner, is_cut: bool) -> None:
+    source = cut_up(owner) if is_cut else chunk_of(13)
+    num_bytes = source.plan.num_rows * ROW_BYTES
+    assert owner.mover.sums_gathers
+    owner.mover.gather(owner.move(1, source, row_sum=RowSum(str, num_bytes)), 2, None)
+    owner.mover.expect(0, 0)
+    (moved,) = owner.wait(1)
+    assert (owner.num_enqueued > 1) == is_cut
+    assert moved.result == str(row_sum(packed(owner, source)[:num_bytes]))
+    assert moved.error is None
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("place", [None, 0, 100, 207])
+def test_a_scatter_moves_nothing_of_a_segment_with_another_sum(owner: Owner, place: int | None, is_cut: bool) -> None:
+    source = cut_up(owner) if is_cut else chunk_of(13)
+    segment = owner.slot(3)[: source.plan.num_rows * ROW_BYTES]
+    segment[:] = np.random.default_rng(3).integers(0, 256, segment.size)
+    expected = row_sum(segment)
+    if place is not None:
+        segment[place] ^= 8
+    before = owner.pool.array.copy()
+    assert owner.mover.checks_scatters
+    row_sum_of = RowSum(announced(expected), segment.size, expected)
+    owner.mover.scatter(owner.move(1, source, row_sum=row_sum_of), 3, None)
+    owner.mover.expect(0, 0)
+    (moved,) = owner.wait(1)
+    assert (owner.num_enqueued > 1) == is_cut
+    assert moved.is_corrupt == (place is not None)
+    if place is not None:
+        assert moved.error == f"segment 0: IntegrityError: got {row_sum(segment):#x}, expected {expected:#x}"
+        np.testing.assert_array_equal(owner.pool.array, before)
+    else:
+        np.testing.assert_array_equal(packed(owner, source)[: segment.size], segment)
+
+
+def test_a_cancelled_scatter_is_not_corrupt(slow: Owner) -> None:
+    cancel = CancelFlag()
+    slow.mover.expect(1, 0)
+    slow.agent_ring.set_num_enqueued(1)
+    row_sum_of = RowSum(announced(5), 64, 5)
+    slow.mover.scatter(slow.move(1, chunk_of(4), cancel=cancel, row_sum=row_sum_of), 0, None)
+    slow.mover.expect(0, 0)
+    cancel.is_set = True
+    slow.feed()
+    (moved,) = slow.wait(1)
+    assert (moved.was_begun, moved.is_corrupt, moved.error) == (False, False, None)
 
 
 # ---- ends ----

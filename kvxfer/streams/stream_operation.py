@@ -1,0 +1,62 @@
+"""A move that a stream carries out: its orders, what has become of them, and the sum that they have found."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvxfer.errors import IntegrityError
+from kvxfer.operations import Move, Moved, failed
+from kvxfer.row_sums import MODULUS
+from kvxfer.streams.ring import Ring, SumKind, SumOrder
+from kvxfer.streams.spans import Order
+
+Look = Callable[[], object]
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """A move between submit and end."""
+
+    move: Move
+    orders: deque[Order]  # that no entry has yet
+    look_after: Look | None
+    summed: SumOrder
+    num_running: int = 0  # orders that entries have
+    began_s: float = 0.0
+    is_cancelled: bool = False
+    total: int = 0  # of what its entries have moved
+    wrong_total: int | None = None  # what one of them has found in a segment that was to be checked
+
+    def take_sum(self, ring: Ring, number: int) -> None:
+        """Entry `number`, one of its own, is done."""
+        if self.summed.kind is SumKind.NONE:
+            return
+        found = ring.sum_of(number)
+        self.total = (self.total + found) % MODULUS
+        if self.summed.kind is SumKind.CHECKED and found != self.summed.expected:
+            self.wrong_total = found
+
+    def done(self, busy_s: float) -> Moved:
+        """Its end when all its entries are done, by the sum where one was asked for."""
+        move, result = self.move, None
+        if move.row_sum is not None:
+            total = self.total
+            if self.summed.kind is SumKind.CHECKED:
+                # Each of several orders has looked at the whole segment.
+                total = self.summed.expected if self.wrong_total is None else self.wrong_total
+            try:
+                result = move.row_sum.judge(total)
+            except IntegrityError as problem:
+                return failed(move.operation, move.segment, problem)
+        return Moved(move.operation, busy_s, None, was_begun=True, result=result)
+
+
+@dataclass(slots=True)
+class Running:
+    """An entry with an order. Its lane is in use until the entry is done."""
+
+    number: int
+    lane: int
+    operation: Operation
