@@ -70,6 +70,10 @@ def _cases(base: TransferCase) -> Iterator[Named]:
             yield Named("dcp 8, chunks", replace(ranked, chunk_tokens=_CHUNK, interval_s=_INTERVAL_S))
             yield Named("dcp 8, busy long", replace(ranked, busy="long"))
             yield Named("dcp 8, busy short", replace(ranked, busy="short"))
+    on_gpu = replace(base, slot_kind="device")
+    yield from _both_lengths("dcp 8, device slots", on_gpu)
+    yield Named("dcp 8, device slots, busy long", replace(on_gpu, busy="long"))
+    yield Named("dcp 8, device slots, busy short", replace(on_gpu, busy="short"))
     yield from _both_lengths("dcp 8, 4 x 16 MiB", replace(base, num_slots=4, slot_bytes=16 * _MIB))
     for num_ranks in (8, 4):
         ranked = replace(base, num_ranks=num_ranks)
@@ -157,6 +161,10 @@ def print_goals(results: dict[str, TransferResult]) -> None:
             _goal(f"share of the wire, busy {busy}", result.share_of_wire, "at least 0.92")
             _goal(f"worker keeps, busy {busy}", result.rate_kept, f"at least {wanted}")
             _goal(f"worker's us a segment, busy {busy}", result.as_json()["worker_us_per_segment"], "at most 40")
+    for what in (f"{_LONG} tokens", f"{_SHORT} tokens", "busy long", "busy short"):
+        result = results.get(f"dcp 8, device slots, {what}")
+        if result is not None:
+            _goal(f"share of the wire, device slots, {what}", result.share_of_wire, "at least 0.95")
     chunks, alone = results.get("dcp 8, chunks"), results.get(f"dcp 8, {_SHORT} tokens")
     if chunks is not None and alone is not None:
         _goal("tail of chunks of 4096 / one such chunk alone", chunks.tail_s / alone.tail_s, "at most 1.2")
@@ -205,6 +213,7 @@ def _quick(named: Named) -> Named:
         slot_bytes=64 << 10,
         wire_gb_s=0.2,
         device="cpu",
+        slot_kind="pinned_host",
     )
     return Named(named.name, small)
 

@@ -69,7 +69,6 @@ class TransferResult:
         case = self.case
         goodput_gb_s = case.num_bytes / self.elapsed_s / 1e9
         contiguous_gb_s = case.num_bytes / self.contiguous_s / 1e9 if self.contiguous_s else None
-        src_slots, dst_slots = case.slots()
         last = self.moves[-1].sent
         return {
             "transport": case.transport,
@@ -112,7 +111,8 @@ class TransferResult:
             "decode_worker_us_per_segment": self._us_per_segment(lambda move: sum(move.decode_client_cpu_s)),
             "worker_rate_kept": self.rate_kept,
             "peak_device_bytes": max(move.device_bytes for move in self.moves),
-            "slot_bytes": max(slots.num_slots * slots.slot_bytes for slots in (src_slots, dst_slots)),
+            "slots": case.slot_kind,
+            "slot_bytes": max(slots.num_slots * slots.slot_bytes for slots in case.slots()),
             "verified": not self.problems,
             "problems": list(self.problems),
         }

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from kvxfer.cli import protocol
 from kvxfer.cli.harness import Cast, ChildError, Line, ThreadsTime, wait_ready
 from kvxfer.control.messages import TransferEvent, TransferStats
@@ -64,6 +66,12 @@ class Setup:
     num_gpus: int = 1
     trace_dir: str = ""
     """Where each agent notes what it does when, in a file of its name; empty: nowhere."""
+
+    def dst_slots_of(self, rank: int) -> SlotConfig:
+        """Slots of a decode agent: on the GPU of its worker, or in host memory."""
+        if self.dst_slots.kind != "device":
+            return self.dst_slots
+        return msgspec.structs.replace(self.dst_slots, gpu=gpu_of_rank(rank, self.num_gpus))
 
     def ops(self, agent: str) -> OpsConfig:
         """Of the agent of this name."""
@@ -176,7 +184,7 @@ class Ensemble:
                     dst_rank=rank,
                     dst_world=setup.num_ranks,
                     transport=transport,
-                    slots=setup.dst_slots,
+                    slots=setup.dst_slots_of(rank),
                     ops=setup.ops(name),
                     credits_per_leg=min(4, setup.dst_slots.num_slots),
                     verify=setup.verify,

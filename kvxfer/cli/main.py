@@ -55,6 +55,11 @@ class _Placement(enum.Enum):
     WORKER = "worker"
 
 
+class _Slots(enum.Enum):
+    PINNED_HOST = "pinned_host"
+    DEVICE = "device"
+
+
 class _Busy(enum.Enum):
     NONE = "none"
     LONG = "long"
@@ -208,6 +213,9 @@ def bench_transfer(
             "Who moves rows between pools and slots. Default: agent on the CPU, worker on a GPU.",
         ),
     ] = None,
+    slots: Annotated[
+        _Slots, choice("--slots", _Slots, "Where the agents' slots lie: in host memory, or on the GPU (--device cuda).")
+    ] = _Slots.PINNED_HOST,
     busy: Annotated[
         _Busy,
         choice("--busy", _Busy, "The prefill worker multiplies matrices meanwhile: 4096^3 (long) or 1024^3 (short)."),
@@ -232,8 +240,7 @@ def bench_transfer(
         raise ConfigError(f"--mode: got {mode.value} beside --compare {compare}, expected one of the two options")
     if plot is not None and compare:
         raise ConfigError(f"--plot: got {plot} beside --compare {compare}, expected one of the two options")
-    if placement is None:
-        placement = _Placement.AGENT if device is _Device.CPU else _Placement.WORKER
+    placement = placement or (_Placement.AGENT if device is _Device.CPU else _Placement.WORKER)
     modes = [_parse_mode(name) for name in compare.split(",")] if compare else [mode or _Mode.PACKED]
     cases = [
         TransferCase(
@@ -258,6 +265,7 @@ def bench_transfer(
             busy.value,
             verify.value,
             num_gpus=gpus,
+            slot_kind=slots.value,
         )
         for each in modes
     ]

@@ -9,7 +9,7 @@ from kvxfer.cli.ensemble import DEADLINE_S, Pace, Setup, Wire
 from kvxfer.cli.protocol import Busy, Device, RowPlacement
 from kvxfer.errors import ConfigError
 from kvxfer.layout import Shard
-from kvxfer.ops.config import SlotConfig, TransferMode, TransportName, Verify
+from kvxfer.ops.config import SlotConfig, SlotKind, TransferMode, TransportName, Verify
 from kvxfer.ownership import local_len
 
 NUM_SLOTS, SLOT_BYTES = 4, 16 << 20
@@ -48,6 +48,7 @@ class TransferCase:
     verify: Verify = "off"
     deadline_s: float = DEADLINE_S
     num_gpus: int = 1
+    slot_kind: SlotKind = "pinned_host"
 
     def check(self) -> None:
         """Raise `ConfigError` for values that make no bench."""
@@ -74,6 +75,18 @@ class TransferCase:
             raise ConfigError(f"--busy: got {self.busy}, expected none with --device cpu: a GPU computes the products")
         if self.device == "cpu" and self.num_gpus != 1:
             raise ConfigError(f"--gpus: got {self.num_gpus} with --device cpu, expected --device cuda")
+        if self.slot_kind == "device":
+            self._check_device_slots()
+
+    def _check_device_slots(self) -> None:
+        if self.device == "cpu":
+            raise ConfigError("--slots: got device with --device cpu, expected --device cuda")
+        if self.transport == "mooncake":
+            raise ConfigError("--slots: got device with transport mooncake, expected nixl or loopback")
+        if self.transport == "loopback" and self.num_gpus != 1:
+            raise ConfigError(f"--gpus: got {self.num_gpus} with loopback and --slots device, expected 1")
+        if self.verify == "full":
+            raise ConfigError("--verify: got full with --slots device, expected off: agents do not see their bytes")
 
     def _check_numbers(self) -> None:
         minimum = {"tokens": (self.num_tokens, 0), "layers": (self.num_layers, 1), "row-bytes": (self.row_bytes, 1)}
@@ -104,6 +117,8 @@ class TransferCase:
         slot_bytes = src_slots.num_slots * src_slots.slot_bytes
         slot_bytes += self.num_ranks * dst_slots.num_slots * dst_slots.slot_bytes
         # The KV lies in the source pool, split over the decode pools, and at both ends of the yardstick.
+        if self.slot_kind == "device":
+            slot_bytes = 0
         num_copies = (2 if self.device == "cpu" else 0) + (2 if self.has_yardstick else 0)
         needed_bytes = num_copies * self.num_bytes + slot_bytes
         limit_bytes = int(available_bytes * MAX_MEMORY_SHARE)
@@ -119,8 +134,9 @@ class TransferCase:
 
     @property
     def has_yardstick(self) -> bool:
-        """Whether one contiguous write is timed beside the transfers; an emulated wire says itself what it can do."""
-        return self.num_bytes > 0 and self.wire_gb_s is None
+        """Whether one contiguous write is timed beside the transfers, out of host memory; an emulated wire says itself
+        what it can do."""
+        return self.num_bytes > 0 and self.wire_gb_s is None and self.slot_kind == "pinned_host"
 
     @property
     def pulls_on_gpus(self) -> bool:
@@ -159,7 +175,7 @@ class TransferCase:
         and the sender needs one for each rank.
         """
         if self.mode != "serial":
-            slots = SlotConfig(num_slots=self.num_slots, slot_bytes=self.slot_bytes)
+            slots = SlotConfig(kind=self.slot_kind, num_slots=self.num_slots, slot_bytes=self.slot_bytes)
             return slots, slots
         num_rows = max(
             local_len(shard, min(first + self.chunk_tokens, self.num_tokens)) - local_len(shard, first)
@@ -167,6 +183,5 @@ class TransferCase:
             for first in range(0, max(self.num_tokens, 1), self.chunk_tokens)
         )
         slot_bytes = max(self.slot_bytes, -(-num_rows * self.num_layers * self.row_bytes // 4096) * 4096)
-        return SlotConfig(num_slots=self.num_ranks, slot_bytes=slot_bytes), SlotConfig(
-            num_slots=1, slot_bytes=slot_bytes
-        )
+        src_slots = SlotConfig(kind=self.slot_kind, num_slots=self.num_ranks, slot_bytes=slot_bytes)
+        return src_slots, SlotConfig(kind=self.slot_kind, num_slots=1, slot_bytes=slot_bytes)

@@ -45,6 +45,19 @@ _CASE = TransferCase(
         (["--placement", "worker", "--compare", "packed,raw"], "--mode: got raw, expected packed, serial or auto"),
         (["--busy", "long"], "--busy: got long, expected none with --device cpu"),
         (["--gpus", "2"], "--gpus: got 2 with --device cpu, expected --device cuda"),
+        (["--slots", "device"], "--slots: got device with --device cpu, expected --device cuda"),
+        (
+            ["--slots", "device", "--device", "cuda", "--transport", "mooncake"],
+            "--slots: got device with transport mooncake, expected nixl or loopback",
+        ),
+        (
+            ["--slots", "device", "--device", "cuda", "--transport", "loopback", "--gpus", "2"],
+            "--gpus: got 2 with loopback and --slots device, expected 1",
+        ),
+        (
+            ["--slots", "device", "--device", "cuda", "--verify", "full"],
+            "--verify: got full with --slots device, expected off",
+        ),
         (["--plot", "x.svg", "--compare", "packed,raw"], "--plot: got x.svg beside --compare packed,raw"),
         (["--interval-ms", "-1"], "--interval-ms: got -1, expected 0 to 10000 ms"),
     ],

@@ -42,6 +42,7 @@ def test_goals_are_computed_from_the_cases(capsys: pytest.CaptureFixture[str]) -
     assert "| share of the wire, dcp 4, 4096 tokens | 0.930 | at least 0.85 |" in printed
     assert "| 64 MiB of slots / 512 MiB, dcp 8, 32768 tokens | 0.969 | at least 0.95 |" in printed
     assert "| serial: share of the wire, dcp 8, 4096 tokens | 0.500 |  |" in printed
+    assert "| share of the wire, device slots, busy long | 0.930 | at least 0.95 |" in printed
     assert "| worker keeps, busy short | 0.960 | at least 0.93 |" in printed
     assert "| worker's us a segment, busy long | 30.000 | at most 40 |" in printed
     assert "| tail of chunks of 4096 / one such chunk alone | 1.000 | at most 1.2 |" in printed
