@@ -1,14 +1,15 @@
 """Rates of row streams on a GPU, with orders from a process without CUDA: 8 MiB segments of 1152-byte rows, DCP 8.
 
-python -m benchmarks.gpu_stream [--json FILE] [--only idle,busy,device,waits]
+python -m benchmarks.gpu_stream [--json FILE] [--only idle,busy,device,verify,waits]
 
-All in about 25 s, besides the start of CUDA and, once, the compilation of the kernels.
+All in about 40 s, besides the start of CUDA and, once, the compilation of the kernels.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
 from collections import deque
@@ -32,7 +33,16 @@ from benchmarks.gpu_stream_agent import (
 )
 from benchmarks.gpu_stream_waits import held_streams, time_waits
 from kvxfer.memory import HostMemory
-from kvxfer.streams.cuda_stream import GATHER_CTAS, NUM_STREAMS, PULL_CTAS, SCATTER_CTAS, STREAM_PRIORITY, CudaRowStream
+from kvxfer.row_sums import row_sum
+from kvxfer.streams.cuda_stream import (
+    GATHER_CTAS,
+    NUM_STREAMS,
+    PULL_CTAS,
+    SCATTER_CTAS,
+    STAGED_CTAS,
+    STREAM_PRIORITY,
+    CudaRowStream,
+)
 from kvxfer.streams.device import DevicePool
 from kvxfer.streams.ring import Ring
 
@@ -44,7 +54,10 @@ cuda: Any = torch.cuda  # not all of it has types
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured: `num_entries` entries of `num_segments` segments each, `in_flight` orders open at a time."""
+    """What is measured: `num_entries` entries of `num_segments` segments each, `in_flight` orders open at a time.
+
+    With `staged_ctas` gathers are summed, and scatters checked and then moved by so many programs.
+    """
 
     way: str
     max_ctas: int
@@ -54,6 +67,7 @@ class Case:
     priority: int = STREAM_PRIORITY
     num_segments: int = 1
     num_entries: int = 400
+    staged_ctas: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +129,15 @@ class Bench:
     @contextmanager
     def stream(self, case: Case) -> Iterator[tuple[Ring, CudaRowStream]]:
         """A ring and the stream for it."""
-        ring = Ring.create(MAX_IN_FLIGHT, 2 * segment_rows(MAX_SEGMENTS_PER_ORDER))
+        staging_bytes = SEGMENT_BYTES if case.staged_ctas and case.way == "scatter" else 0
+        ring = Ring.create(MAX_IN_FLIGHT, 2 * segment_rows(MAX_SEGMENTS_PER_ORDER), staging_bytes)
         stream = CudaRowStream(
             ring,
             DevicePool.of(self.pool),
             self.slots,
             max_ctas=case.max_ctas,
             num_streams=case.num_streams,
+            staged_ctas=case.staged_ctas or STAGED_CTAS,
             priority=case.priority,
         )
         stream.set_memory(2, DevicePool.of(self.peer))
@@ -134,10 +150,13 @@ class Bench:
         if case.busy not in self._works:
             self._works[case.busy] = Work(case.busy)
         work = self._works[case.busy]
+        if case.way == "scatter":
+            self._fill_slots()
+        sums = self._sums() if case.staged_ctas else ()  # before a stream waits, and torch loads no kernel any more
         with self.stream(case) as (ring, stream):
             feeder = Feeder(ring, stream, case.num_entries)
             feeder.feed()
-            task = Task(case.way, POOL_BYTES, case.num_entries, case.in_flight, case.num_segments)
+            task = Task(case.way, POOL_BYTES, case.num_entries, case.in_flight, case.num_segments, sums=sums)
             self.agent.start(ring, task)
             told = None
             if work:
@@ -157,11 +176,27 @@ class Bench:
             worker_share=rate / work.rate_alone if work else None,
         )
 
+    def _rows(self, lane: int, num_rows: int) -> torch.Tensor:
+        """`[num_rows, ROW_BYTES]` uint8: what a gather puts into slot `lane`."""
+        starts = torch.from_numpy(make_offsets(POOL_BYTES, num_rows, lane)).cuda()
+        return self.pool[: POOL_BYTES // ROW_BYTES * ROW_BYTES].view(-1, ROW_BYTES)[starts // ROW_BYTES]
+
+    def _fill_slots(self) -> None:
+        """So that scatters leave the pool as it is, and no row the wrong sum."""
+        num_rows = segment_rows(1)
+        for lane in range(MAX_IN_FLIGHT):
+            packed = self._rows(lane, num_rows).cpu().numpy().reshape(-1)
+            self.slots.array[lane * SEGMENT_BYTES :][: packed.size] = packed
+
+    @functools.cache  # noqa: B019 - one bench a process
+    def _sums(self) -> tuple[int, ...]:
+        num_rows = segment_rows(1)
+        return tuple(row_sum(self._rows(lane, num_rows).cpu().numpy().reshape(-1)) for lane in range(MAX_IN_FLIGHT))
+
     def _verify(self, case: Case) -> None:
         rows = segment_rows(case.num_segments)
         for lane in range(case.in_flight):
-            starts = torch.from_numpy(make_offsets(POOL_BYTES, rows, lane)).cuda()
-            expected = self.pool[: POOL_BYTES // ROW_BYTES * ROW_BYTES].view(-1, ROW_BYTES)[starts // ROW_BYTES]
+            expected = self._rows(lane, rows)
             got = torch.from_numpy(self.slots.array[lane * SEGMENT_BYTES :][: rows * ROW_BYTES].copy()).cuda()
             if not torch.equal(got, expected.view(-1)):
                 raise SystemExit(f"slot {lane} holds wrong bytes: {case}")
@@ -200,7 +235,7 @@ def _after(seconds: float) -> Callable[[], bool]:
 
 
 def cases(only: set[str]) -> list[Case]:
-    """What to measure, of `idle`, `busy` and `device`."""
+    """What to measure, of `idle`, `busy`, `device` and `verify`."""
     found: list[Case] = []
     if "idle" in only:
         found += [Case("gather", num_ctas) for num_ctas in (2, 4, 6, 8, 16)]
@@ -216,6 +251,17 @@ def cases(only: set[str]) -> list[Case]:
     if "device" in only:
         for num_segments, num_ctas in ((1, PULL_CTAS), (8, PULL_CTAS), (8, 132), (8, 264)):
             found.append(Case("pull", num_ctas, num_segments=num_segments, num_entries=200))
+    if "verify" in only:
+        for num_ctas in (GATHER_CTAS, 6, 8):
+            found += [Case("gather", num_ctas, staged_ctas=each) for each in (0, STAGED_CTAS)]
+        found += [Case("gather", GATHER_CTAS, num_streams=1, staged_ctas=each) for each in (0, STAGED_CTAS)]
+        for num_ctas in (SCATTER_CTAS, 12, 16):
+            found += [Case("scatter", num_ctas, staged_ctas=each) for each in (0, STAGED_CTAS)]
+        found += [Case("scatter", SCATTER_CTAS, staged_ctas=each) for each in (24, 96)]
+        found += [Case("scatter", SCATTER_CTAS, num_streams=1, staged_ctas=each) for each in (0, STAGED_CTAS, 96)]
+        for busy in ("long", "short"):
+            base = Case("scatter", SCATTER_CTAS, busy, num_entries=1200, staged_ctas=STAGED_CTAS)
+            found += [base, dataclasses.replace(base, way="gather", max_ctas=GATHER_CTAS)]
     return found
 
 
@@ -224,9 +270,10 @@ def print_result(result: Result) -> None:
     case = result.case
     share = "" if result.worker_share is None else f"{result.worker_share:.3f}"
     told = (
-        f"{case.way:8} {case.busy:6} {case.in_flight:9}  {case.num_streams:7}  {case.priority:8}  {case.max_ctas:4}  "
+        f"{case.way:8} {case.busy:6} {case.in_flight:9} {case.num_streams:7}  {case.priority:8}  {case.max_ctas:4}  "
+        f"{case.staged_ctas or '-':>6}  "
     )
-    told += f"{case.num_segments * 8:9}  {result.gbs:6.1f}  {result.enqueue_us:10.1f}  {result.agent_cpu_us:12.1f}  "
+    told += f"{case.num_segments * 8:9}  {result.gbs:6.1f}  {result.enqueue_us:10.1f}  {result.agent_cpu_us:8.1f}  "
     print(told + share, flush=True)
 
 
@@ -234,7 +281,7 @@ def main() -> None:
     """Print a table; with --json also write everything there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="idle,busy,device,waits")
+    parser.add_argument("--only", default="idle,busy,device,verify,waits")
     arguments = parser.parse_args()
     only = set(arguments.only.split(","))
     waits: dict[str, float] = {}
@@ -242,7 +289,7 @@ def main() -> None:
     with Agent() as agent:
         bench = Bench(agent)
         began_s = time.perf_counter()
-        print("way      busy   in flight  streams  priority  ctas  MiB/entry  GB/s    us/enqueue  agent CPU us  kept")
+        print("way      busy   in-flight streams  priority  ctas  staged  MiB/entry  GB/s    enqueue us  agent us")
         results = []
         for case in cases(only):
             results.append(bench.run(case))

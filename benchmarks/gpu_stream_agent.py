@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.streams.ring import LINEAR, OrderCode, Ring, Span
+from kvxfer.streams.ring import LINEAR, NO_SUM, MemoryIndex, OrderCode, Ring, Span, SumKind, SumOrder
 
 ROW_BYTES, PAGE_ROWS, ROW_STEP = 1152, 64, 8  # a rank of DCP 8 owns every eighth row
 SEGMENT_BYTES = 8 << 20
@@ -31,7 +31,9 @@ _MESSAGE_BYTES = 4096
 @dataclass(frozen=True, slots=True)
 class Task:
     """`num_entries` orders of `num_segments` segments each, `in_flight` open at a time. `way`: `gather`, `scatter`,
-    `pull`, or `skip`, which comes `late_s` after the entry."""
+    `pull`, or `skip`, which comes `late_s` after the entry. With `sums`, one for each lane, gathers are summed and
+    scatters checked; each entry must find its own.
+    """
 
     way: str
     pool_bytes: int
@@ -39,6 +41,7 @@ class Task:
     in_flight: int = 1
     num_segments: int = 1
     late_s: float = 0.0
+    sums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,18 @@ def make_span(way: str, num_rows: int, slot_first_byte: int) -> Span:
     return Span(ROW_BYTES, num_rows, 16, 2, 0, 0, 0, 0, num_rows)
 
 
+def fill_lane(ring: Ring, task: Task, lane: int, offsets: npt.NDArray[np.int64]) -> None:
+    """What the order with this lane says; the slot has its number."""
+    num_rows, first_byte = segment_rows(task.num_segments), lane * SEGMENT_BYTES
+    span, summed = make_span(task.way, num_rows, first_byte), NO_SUM
+    if task.sums and task.way == "gather":
+        summed = SumOrder(SumKind.MOVED, first_byte)
+    elif task.sums:
+        span = dataclasses.replace(span, src_memory=MemoryIndex.STAGING, src_first_byte=0)
+        summed = SumOrder(SumKind.CHECKED, first_byte, num_rows * ROW_BYTES, task.sums[lane])
+    ring.fill_lane(lane, [span], offsets, summed)
+
+
 def give_orders(ring: Ring, task: Task) -> Told:
     """Keep orders open until all entries are done. Slots and lanes go by the same number."""
     num_rows = segment_rows(task.num_segments)
@@ -125,11 +140,14 @@ def give_orders(ring: Ring, task: Task) -> Told:
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     while num_done < task.num_entries:
         for number in [number for number in open_entries if ring.is_done(number)]:
-            idle_lanes.append(open_entries.pop(number))
+            lane = open_entries.pop(number)
+            if task.sums and ring.sum_of(number) != task.sums[lane]:
+                raise SystemExit(f"entry {number}: got sum {ring.sum_of(number):#x}, expected {task.sums[lane]:#x}")
+            idle_lanes.append(lane)
             num_done += 1
         while idle_lanes and num_given < min(task.num_entries, ring.num_enqueued):
             lane = idle_lanes.pop()
-            ring.fill_lane(lane, [make_span(task.way, num_rows, lane * SEGMENT_BYTES)], tables[lane])
+            fill_lane(ring, task, lane, tables[lane])
             ring.order(num_given, OrderCode.RUN, lane)
             open_entries[num_given] = lane
             num_given += 1
@@ -155,7 +173,7 @@ def main() -> None:
             if not message:
                 return
             num_bytes, num_lanes, fields = json.loads(message)
-            task = Task(**fields)
+            task = Task(**{**fields, "sums": tuple(fields["sums"])})
             ring = Ring.attach(fds[0], num_bytes, num_lanes)
             told = skip_late(ring, task) if task.way == "skip" else give_orders(ring, task)
             ring.close()

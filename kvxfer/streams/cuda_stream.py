@@ -72,17 +72,20 @@ class CudaRowStream:
         *,
         max_ctas: int = SCATTER_CTAS,
         num_streams: int = NUM_STREAMS,
+        staged_ctas: int = STAGED_CTAS,
         priority: int = STREAM_PRIORITY,
     ) -> None:
         """Takes seconds where the kernels are not in Triton's cache. `max_ctas`: programs that move the rows of an
-        entry, `GATHER_CTAS`, `SCATTER_CTAS` or `PULL_CTAS` by the way that rows go. `priority` of the streams, as CUDA
-        counts: 0 is that of most, lower ones go first.
+        entry, `GATHER_CTAS`, `SCATTER_CTAS` or `PULL_CTAS` by the way that rows go. Those copy a segment that is
+        checked, and `staged_ctas` programs move its rows. `priority` of the streams, as CUDA counts: 0 is that of most,
+        lower ones go first.
 
         Raises `EngineMissingError` where CUDA or its bindings are missing, `RegistrationError` where host memory
         cannot be locked, `TransportError` for what else the GPU refuses.
         """
-        if max_ctas < 1 or num_streams < 1:
-            raise ContractError(f"max_ctas, num_streams: got {max_ctas} and {num_streams}, expected at least 1 each")
+        if min(max_ctas, num_streams, staged_ctas) < 1:
+            got = f"{max_ctas}, {num_streams} and {staged_ctas}"
+            raise ContractError(f"max_ctas, num_streams, staged_ctas: got {got}, expected at least 1 each")
         self._gpu = gpu(pool.device_index)
         check_abilities(self._gpu)
         self._driver = cuda()
@@ -94,7 +97,7 @@ class CudaRowStream:
         self._marks: CudaMarks | None = None
         self._table = HostMemory.create(num_streams * _TABLE_BYTES, "kvxfer-memories")  # one a stream
         try:
-            self._make_tracks(num_streams, max_ctas, priority)
+            self._make_tracks(num_streams, max_ctas, staged_ctas, priority)
             self._share(pool, slots, priority)
         except BaseException:
             self._release()
@@ -153,7 +156,7 @@ class CudaRowStream:
         finally:
             self._release()
 
-    def _make_tracks(self, num_streams: int, max_ctas: int, priority: int) -> None:
+    def _make_tracks(self, num_streams: int, max_ctas: int, staged_ctas: int, priority: int) -> None:
         """Make the streams, and run the kernels on each: on a ring of their own, told to skip, then to move a row, then
         to check it first."""
         table_address = self._register(self._table)
@@ -165,7 +168,7 @@ class CudaRowStream:
                 self._tables()[:, MemoryIndex.SLOTS] = address, ring.memory.num_bytes
                 for idx in range(num_streams):
                     memories = table_address + idx * _TABLE_BYTES, MAX_MEMORIES
-                    track = Track(self._gpu, priority, max_ctas, memories, max_lane_bytes, staging_bytes, STAGED_CTAS)
+                    track = Track(self._gpu, priority, max_ctas, memories, max_lane_bytes, staging_bytes, staged_ctas)
                     self._tracks.append(track)
                     self._tables()[idx, MemoryIndex.STAGING] = track.staging, staging_bytes
                     track.set_ring(ring, address)

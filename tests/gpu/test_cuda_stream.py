@@ -45,8 +45,8 @@ cuda: Any = torch.cuda  # not all of it has types
 class Worker:
     """A worker's pool on the GPU, its stream, and what the agent shares with it."""
 
-    def __init__(self, seed: int = 1, *, num_streams: int = 1) -> None:
-        self.ring = Ring.create(NUM_LANES, NUM_OFFSETS)
+    def __init__(self, seed: int = 1, *, num_streams: int = 1, staging_bytes: int = 0) -> None:
+        self.ring = Ring.create(NUM_LANES, NUM_OFFSETS, staging_bytes)
         self.slots = HostMemory.create(MEMORY_BYTES, "slots")
         self.memories = contents(seed)
         self.pool = torch.from_numpy(self.memories[POOL]).cuda()
