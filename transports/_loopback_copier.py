@@ -23,22 +23,28 @@ JOB_BYTES = 64
 """Of a job in the pipe. Divides a page, and is written and read in one piece: no reader sees half of one."""
 DONE = struct.Struct("=QQ")
 """Job, nanoseconds that its copy took."""
-ORDER = struct.Struct("=BQQB")
-"""Verb, mapping, bytes, whether it is a target; `MAP` comes with a descriptor."""
+ORDER = struct.Struct("=BQQ")
+"""Verb, mapping, bytes; `MAP` comes with a descriptor."""
 PARK = 0
 MAP, UNMAP, GO = range(3)
 PARKED = b"parked"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
 class Mapping:
-    """Shared memory of an agent or of its peer. A target is backed at once: it is a peer's slots, backed there too."""
+    """Shared memory of an agent or of its peer.
 
-    def __init__(self, fd: int, num_bytes: int, is_target: bool) -> None:
+    Where all its pages are there, as those of slots are, they are mapped at once, and not one by one in the first
+    copies. A pool may have pages that nobody has touched: those are not taken.
+    """
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
         """Take over `fd`."""
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_target else 0)
+        is_backed = os.fstat(fd).st_blocks * _BLOCK_BYTES >= num_bytes
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_backed else 0)
         try:
             self._mapping = mmap.mmap(fd, num_bytes, flags)
         finally:
@@ -56,14 +62,14 @@ def _serve(control: socket.socket, mappings: dict[int, Mapping]) -> bool:
         order, ancillary, _, _ = control.recvmsg(ORDER.size, socket.CMSG_SPACE(_DESCRIPTOR_BYTES))
         if not order:
             return False
-        verb, key, num_bytes, is_target = ORDER.unpack(order)
+        verb, key, num_bytes = ORDER.unpack(order)
         if verb == GO:
             return True
         if verb == UNMAP:
             mappings.pop(key).close()
         else:
             (fd,) = array.array("i", ancillary[0][2])
-            mappings[key] = Mapping(fd, num_bytes, bool(is_target))
+            mappings[key] = Mapping(fd, num_bytes)
 
 
 def main(job_fd: int, done_fd: int, control_fd: int, parent_pid: int) -> None:

@@ -66,7 +66,7 @@ class PacedWrites:
         dst_key = self._dst_keys.get((peer.name, dst_region))
         if dst_key is None:
             remote = peer.regions[dst_region]
-            dst_key = self._copies.map(peer.fds[dst_region], remote.num_bytes, is_target=True)
+            dst_key = self._copies.map(peer.fds[dst_region], remote.num_bytes)
             self._dst_keys[peer.name, dst_region] = dst_key
         dst_address = peer.regions[dst_region].address
         pieces = []
@@ -86,7 +86,7 @@ class PacedWrites:
                 if region.fd is None:
                     return None
                 if region_id not in self._src_keys:
-                    self._src_keys[region_id] = self._copies.map(region.fd, region.num_bytes, is_target=False)
+                    self._src_keys[region_id] = self._copies.map(region.fd, region.num_bytes)
                 return self._src_keys[region_id], offset
         raise AssertionError(f"{address:#x} lies in no region, though the write was checked")
 
@@ -157,13 +157,16 @@ class PacedWrites:
         self._copies.close()
 
     def _check_alive(self) -> None:
-        if any(fd in self._control_fds for fd, _ in self._epoll.poll(0)):
-            raise TransportError(_LOST)
+        for fd, _ in self._epoll.poll(0):
+            if fd in self._control_fds:
+                raise TransportError(_LOST)
 
     def _note_copied(self) -> float:
         """What `collect` tells of the processes' time."""
         copied, busy_s = self._copies.ended()
-        self._is_copied.update((write_id, True) for write_id in copied if write_id in self._is_copied)
+        for write_id in copied:
+            if write_id in self._is_copied:
+                self._is_copied[write_id] = True
         return busy_s
 
     def _unmap(self, keys: set[int]) -> None:

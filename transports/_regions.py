@@ -47,7 +47,7 @@ class Entries:
 
     @property
     def num_bytes(self) -> int:
-        return int(self.lengths.sum())
+        return int(self.lengths[0] if len(self.lengths) == 1 else self.lengths.sum())
 
 
 def check_new_region(region: Region, known: Iterable[Region], limits: Limits) -> None:

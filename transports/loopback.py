@@ -160,14 +160,18 @@ class LoopbackTransport:
     def poll(self) -> list[Completion]:
         if self._paced is None:
             return self._completions.drain()
-        ended: list[int] = []
-        with self._giving_up(self._paced):
+        try:
             ended, busy_s = self._paced.collect()
-            with self._changed:
-                self.counters.post_s += busy_s
-                for write_id in ended:
-                    write = self._writes.pop(write_id)
-                    self.counters.count(Outcome.DONE, write.entries.num_entries, write.num_bytes)
+        except (OSError, TransportError) as error:
+            self._give_up(self._paced, error)
+            return self._completions.drain()
+        if not ended:
+            return self._completions.drain()
+        with self._changed:
+            self.counters.post_s += busy_s
+            for write_id in ended:
+                write = self._writes.pop(write_id)
+                self.counters.count(Outcome.DONE, write.entries.num_entries, write.num_bytes)
         return [Completion(write_id, Outcome.DONE) for write_id in ended] + self._completions.drain()
 
     def fileno(self) -> int:
@@ -241,7 +245,7 @@ class LoopbackTransport:
 
     def _submit_paced(self, paced: PacedWrites | GpuWrites, write: _Write, dst_region: int) -> bool:
         """Let processes copy the write, where that is worth it; whether this is so. `_changed` is held."""
-        with self._giving_up(paced, write):
+        try:
             pieces: Any = paced.pieces(write.entries, write.peer, dst_region, self._regions)
             if pieces is None:
                 return False
@@ -249,17 +253,22 @@ class LoopbackTransport:
                 self._finish(write, Outcome.FAILED, f"process {write.peer.pid} of the peer has ended")
             else:
                 paced.submit(write.write_id, pieces, self._take_wire(write))
+        except (OSError, TransportError) as error:
+            self._give_up(paced, error)
+            self._finish(write, Outcome.FAILED, str(error))
         return True
 
+    def _give_up(self, paced: PacedWrites | GpuWrites, error: Exception) -> None:
+        """One of those that copy has ended: end the others, and their writes."""
+        for write_id in paced.give_up():
+            self._finish(self._writes[write_id], Outcome.FAILED, str(error))
+
     @contextlib.contextmanager
-    def _giving_up(self, paced: PacedWrites | GpuWrites, write: _Write | None = None) -> Iterator[None]:
-        """Where a copying process has ended: end the others, their writes, and `write`."""
+    def _giving_up(self, paced: PacedWrites | GpuWrites) -> Iterator[None]:
         try:
             yield
         except (OSError, TransportError) as error:
-            lost = [self._writes[write_id] for write_id in paced.give_up()]
-            for each in [*lost, write] if write is not None else lost:
-                self._finish(each, Outcome.FAILED, str(error))
+            self._give_up(paced, error)
 
     def _draw(self) -> tuple[str, float]:
         """A write's fate, and by how many seconds it is late."""
