@@ -1,4 +1,4 @@
-"""Loopback writes between memories of one GPU, each reported at the pace of the emulated wire."""
+"""Loopback writes between memories of one GPU, or of peers, each reported at the pace of the emulated wire."""
 
 from __future__ import annotations
 

@@ -69,14 +69,14 @@ class LoopbackPeer:
         if region.handle is None:
             raise ProtocolError(f"peer {self.name}, region {region.region_id}: got no handle of the GPU's memory")
         try:
-            mapped = map_pool(region.handle)
+            mapped = map_pool(region.handle, device_index=self._gpu_index)
         except HandoffError as error:
             raise PeerLostError(f"peer {self.name}, region {region.region_id}: {error}") from error
         self._mappings.append(mapped)
-        if mapped.pool.device_index != self._gpu_index or mapped.pool.num_bytes != region.num_bytes:
+        if mapped.pool.num_bytes != region.num_bytes:
             raise PeerLostError(
-                f"peer {self.name}, region {region.region_id}: got {mapped.pool.num_bytes} bytes on GPU "
-                f"{mapped.pool.device_index}, expected {region.num_bytes} on GPU {self._gpu_index}, where the own lie"
+                f"peer {self.name}, region {region.region_id}: got {mapped.pool.num_bytes} bytes of a GPU, expected "
+                f"{region.num_bytes}"
             )
         return RemoteRegion(region.num_bytes, mapped.pool.address, self._gpu_index)
 
