@@ -46,7 +46,7 @@ _LONG, _SHORT = 131_072, 32_768
 
 
 def all_cases(num_gpus: int, num_repeats: int) -> list[Named]:
-    """Pulls of two lengths, then rows by way of slots; a rank a GPU where there are enough, and twice as many."""
+    """Pulls of two lengths, then rows by way of slots, on the GPUs and in host memory."""
     return list(_cases(replace(_CASE, num_gpus=num_gpus, num_repeats=num_repeats), num_gpus))
 
 
@@ -56,10 +56,13 @@ def _cases(base: TransferCase, num_gpus: int) -> Iterator[Named]:
         for num_ranks in sizes:
             pull = replace(base, num_ranks=num_ranks, num_tokens=num_tokens)
             yield Named(f"p2p, dcp {num_ranks}, {num_tokens} tokens", pull)
-    for num_ranks in sizes[1:]:
-        slots = replace(base, num_ranks=num_ranks, num_tokens=_SHORT, chunk_tokens=8192, transport="nixl")
-        for mode in ("packed", "serial"):
-            yield Named(f"{mode}, dcp {num_ranks}, {_SHORT} tokens", replace(slots, mode=mode))
+    slots = replace(base, mode="packed", num_tokens=_SHORT, chunk_tokens=8192)
+    for transport in ("nixl", "loopback"):
+        for num_ranks in sizes[1:]:
+            on_gpu = replace(slots, transport=transport, num_ranks=num_ranks, slot_kind="device")
+            for mode in ("packed", "serial"):
+                yield Named(f"{mode}, dcp {num_ranks}, {transport}, device slots", replace(on_gpu, mode=mode))
+    yield Named("packed, dcp 4, nixl, pinned slots", replace(slots, transport="nixl", num_ranks=4))
 
 
 def run(cases: list[Named], num_gpus: int | None, seconds: float, json_path: Path | None) -> tuple[list[Any], bool]:
@@ -156,6 +159,7 @@ def _quick(case: TransferCase) -> TransferCase:
         slot_bytes=64 << 10,
         device="cpu",
         num_gpus=1,
+        slot_kind="pinned_host",
         placement="agent" if case.mode == "p2p" else "worker",
     )
 

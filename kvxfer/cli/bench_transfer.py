@@ -194,10 +194,10 @@ def _run_on(stage: Stage, case: TransferCase, steps: Steps, trace_dir: str) -> T
     ensemble = stage.ensemble(replace(case.setup(), trace_dir=trace_dir))
     yardstick: Yardstick | CopyYardstick | None = None
     if case.has_yardstick:
-        pulls = case.pulls_on_gpus
-        yardstick = (
-            CopyYardstick(ensemble, case.num_bytes) if pulls else stage.yardstick(case.transport, case.num_bytes)
-        )
+        if case.stays_on_gpus:
+            yardstick = CopyYardstick(ensemble, case.num_bytes)
+        else:
+            yardstick = stage.yardstick(case.transport, case.num_bytes)
     ensemble.hand_over(_pool(case, paging.src_pages, Shard()), _dst_pools(case, paging), fill=0)
     rows = protocol.PatternRows(
         seed=_SEED, num_layers=case.num_layers, num_tokens=case.num_tokens, row_bytes=case.row_bytes

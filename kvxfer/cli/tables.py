@@ -92,7 +92,7 @@ def print_transfers(results: list[TransferResult]) -> None:
     measure = (
         "share of the wire: bytes / its rate / transfer"
         if case.wire_gb_s
-        else f"efficiency: goodput / goodput of the {'copy' if case.pulls_on_gpus else 'contiguous write'}"
+        else f"efficiency: goodput / goodput of the {'copy' if case.stays_on_gpus else 'contiguous write'}"
     )
     console.print(
         f"{measure}. ms in all: sums over ranks and segments, which overlap, so they may exceed the transfer."
@@ -114,7 +114,7 @@ def _lines(case: TransferCase) -> dict[str, str]:
     if case.wire_gb_s is not None:
         lines |= {"emulated wire, GB/s": "wire_gb_s", "share of the wire": "share_of_wire"}
     else:
-        yardstick = "one copy from GPU to GPU" if case.pulls_on_gpus else "one contiguous write"
+        yardstick = "one copy from GPU to GPU" if case.stays_on_gpus else "one contiguous write"
         lines |= {f"{yardstick}, GB/s": "contiguous_gb_s", "efficiency": "efficiency"}
     if case.chunk_tokens < case.num_tokens:
         lines |= {"last submit to landed, ms": "exposed_tail_ms"}

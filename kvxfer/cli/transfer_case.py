@@ -83,8 +83,6 @@ class TransferCase:
             raise ConfigError("--slots: got device with --device cpu, expected --device cuda")
         if self.transport == "mooncake":
             raise ConfigError("--slots: got device with transport mooncake, expected nixl or loopback")
-        if self.transport == "loopback" and self.num_gpus != 1:
-            raise ConfigError(f"--gpus: got {self.num_gpus} with loopback and --slots device, expected 1")
         if self.verify == "full":
             raise ConfigError("--verify: got full with --slots device, expected off: agents do not see their bytes")
 
@@ -116,10 +114,10 @@ class TransferCase:
         src_slots, dst_slots = self.slots()
         slot_bytes = src_slots.num_slots * src_slots.slot_bytes
         slot_bytes += self.num_ranks * dst_slots.num_slots * dst_slots.slot_bytes
-        # The KV lies in the source pool, split over the decode pools, and at both ends of the yardstick.
         if self.slot_kind == "device":
             slot_bytes = 0
-        num_copies = (2 if self.device == "cpu" else 0) + (2 if self.has_yardstick else 0)
+        # The KV lies in the source pool, split over the decode pools, and at both ends of the yardstick.
+        num_copies = (2 if self.device == "cpu" else 0) + (2 if self.has_yardstick and not self.stays_on_gpus else 0)
         needed_bytes = num_copies * self.num_bytes + slot_bytes
         limit_bytes = int(available_bytes * MAX_MEMORY_SHARE)
         if needed_bytes > limit_bytes:
@@ -134,14 +132,14 @@ class TransferCase:
 
     @property
     def has_yardstick(self) -> bool:
-        """Whether one contiguous write is timed beside the transfers, out of host memory; an emulated wire says itself
-        what it can do."""
-        return self.num_bytes > 0 and self.wire_gb_s is None and self.slot_kind == "pinned_host"
+        """Whether one contiguous write, or copy, is timed beside the transfers; an emulated wire says itself what it
+        can do."""
+        return self.num_bytes > 0 and self.wire_gb_s is None
 
     @property
-    def pulls_on_gpus(self) -> bool:
-        """Whether rows go from GPU to GPU by no engine: what they are compared with is a copy between the GPUs."""
-        return self.device == "cuda" and self.mode in ("auto", "p2p")
+    def stays_on_gpus(self) -> bool:
+        """Whether rows go from GPU to GPU without host memory: what they are compared with is a copy by torch."""
+        return self.device == "cuda" and (self.mode in ("auto", "p2p") or self.slot_kind == "device")
 
     @property
     def opens_first(self) -> bool:

@@ -51,10 +51,6 @@ _CASE = TransferCase(
             "--slots: got device with transport mooncake, expected nixl or loopback",
         ),
         (
-            ["--slots", "device", "--device", "cuda", "--transport", "loopback", "--gpus", "2"],
-            "--gpus: got 2 with loopback and --slots device, expected 1",
-        ),
-        (
             ["--slots", "device", "--device", "cuda", "--verify", "full"],
             "--verify: got full with --slots device, expected off",
         ),
