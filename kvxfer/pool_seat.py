@@ -8,25 +8,29 @@ from collections.abc import Callable
 import numpy as np
 
 from kvxfer.control.handoff_listener import ReceivedPool
+from kvxfer.errors import KvxferError
 from kvxfer.layout import Placement, PoolLayout
 from kvxfer.operations import Moved, RowExecutor
 from kvxfer.row_sums import BLOCK_BYTES
 from kvxfer.rows_host import ByteArray
+from kvxfer.streams.own_mover import OwnStreamMover
 from kvxfer.streams.ring import OFFSETS_WORD, Ring
 
-NUM_LANES = 16
-"""Orders that a stream may have at once."""
+MIN_LANES, MAX_LANES = 16, 64
+"""Orders that a stream may have at once: one for each slot, within these bounds. A GPU on which processes take turns
+does at a turn what it was given by then."""
 _LANES_BYTES = 16 << 20
 
 
-def make_ring(layout: PoolLayout, slot_bytes: int, *, checks_segments: bool = False) -> Ring:
+def make_ring(layout: PoolLayout, slot_bytes: int, num_slots: int, *, checks_segments: bool = False) -> Ring:
     """A ring for a pool that lies so. A lane has room for the rows of a whole slot, if all lanes together stay small;
     a segment with more rows takes several orders. With `checks_segments` the stream's owner has memory to check one of
     a slot's bytes, where slots begin at multiples of a block of sums. Raises `OSError` where memory is short."""
+    num_lanes = max(MIN_LANES, min(num_slots, MAX_LANES))
     row_bytes = [group.row_bytes for group in layout.groups if group.placement is not Placement.STATE]
     max_rows = slot_bytes // min(row_bytes, default=slot_bytes)
-    max_offsets = max(1, min(max_rows, _LANES_BYTES // NUM_LANES // 8 - OFFSETS_WORD))
-    return Ring.create(NUM_LANES, max_offsets, slot_bytes if checks_segments and slot_bytes % BLOCK_BYTES == 0 else 0)
+    max_offsets = max(1, min(max_rows, _LANES_BYTES // num_lanes // 8 - OFFSETS_WORD))
+    return Ring.create(num_lanes, max_offsets, slot_bytes if checks_segments and slot_bytes % BLOCK_BYTES == 0 else 0)
 
 
 class PoolSeat:
@@ -39,6 +43,8 @@ class PoolSeat:
         """`open_rows` makes the executor of a pool that takes the seat."""
         self.pool: ReceivedPool | None = None
         self.waiting: ReceivedPool | None = None
+        self.unusable: tuple[str, str] | None = None
+        """The last pool that was not taken because nothing can move its rows, and why."""
         self._lost: ReceivedPool | None = None
         self._rows: RowExecutor | None = None
         self._open_rows = open_rows
@@ -56,6 +62,11 @@ class PoolSeat:
         assert self._rows is not None
         return self._rows
 
+    @property
+    def own_rows(self) -> OwnStreamMover | None:
+        """`rows`, where a stream of the agent's own moves them."""
+        return self._rows if isinstance(self._rows, OwnStreamMover) else None
+
     def look(self) -> list[Moved]:
         """`RowExecutor.look`, where there is one."""
         return [] if self._rows is None else self._rows.look()
@@ -70,13 +81,20 @@ class PoolSeat:
         """A worker has handed over its pool, which is the seat's from now on."""
         if self.pool is None and self._lost is None:
             self.pool = received
-            self._rows = self._open_rows(received)
+            try:
+                self._rows = self._open_rows(received)
+            except (KvxferError, OSError) as error:
+                self.pool = None
+                self.unusable = received.pool, str(error)
+                self._log.warning("pool %s: nothing moves its rows: %s", received.pool, error)
+                received.close()
+                return
             self._log.info(
                 "pool %s: %d bytes, %d groups, placement %s",
                 received.pool,
                 received.num_bytes,
                 len(received.layout.groups),
-                "agent" if received.ring is None else "worker",
+                "worker" if received.is_moved_by_worker else "agent",
             )
         elif self.pool is None and self.waiting is None:
             self.waiting = received  # until the last operation on the lost one has ended

@@ -18,7 +18,8 @@ from kvxfer.control.codec import split, unpack
 from kvxfer.control.handoff_listener import ReceivedPool
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import Message, TransferEvent
-from kvxfer.errors import KvxferError, ProtocolError, TransportError
+from kvxfer.control.shared_memory import as_device_pool
+from kvxfer.errors import HandoffError, KvxferError, ProtocolError, TransportError
 from kvxfer.operations import Moved, RowExecutor
 from kvxfer.ops.config import OpsConfig, SlotConfig, TransportConfig
 from kvxfer.ops.health import Ops, Pulse
@@ -26,6 +27,8 @@ from kvxfer.ops.tracing import Trace
 from kvxfer.row_mover import HostExecutor, RowMover
 from kvxfer.rows_host import ByteArray
 from kvxfer.slot_memory import SlotMemory
+from kvxfer.streams.device import DevicePool
+from kvxfer.streams.own_mover import OwnStreamMover
 from kvxfer.streams.stream_mover import StreamMover
 from kvxfer.transports.base import Transport
 from kvxfer.transports.registry import create_transport
@@ -96,6 +99,7 @@ class Sidecar:
                 open_rows=self._open_rows,
                 has_gpu_slots=slots.kind == "device",
                 checks_segments=checks_segments,
+                call=lambda work: self.mover.call(work),
             )
             stack.callback(self.desk.close)
             self.slots = SlotMemory.at_start(slots)
@@ -152,9 +156,9 @@ class Sidecar:
             self.transport.deregister(old_region)
         except TransportError:
             self.log.exception("the slots' old memory stays registered")
+        self.desk.tell_of_move()  # first: a stream of the agent's own must not use memory that is given back
         if not old_slots.leave():
             self._left.append(old_slots)
-        self.desk.tell_of_move()
         self.log.warning("moved %d slots to other memory: late writes may still reach the old", fresh.num_slots)
 
     @property
@@ -302,6 +306,18 @@ class Sidecar:
     def _open_rows(self, pool: ReceivedPool) -> RowExecutor:
         if pool.ring is None:
             return HostExecutor(self.mover, self.pool_array(), lambda slot: self.slots.view(slot))
+        if pool.device is not None:
+            from kvxfer.streams.staged_stream import StagedRowStream  # CUDA: only where a pool lies on a GPU
+
+            slots = as_device_pool(self.slots.memory)
+            if isinstance(slots, DevicePool) and slots.device_index != pool.device.pool.device_index:
+                raise HandoffError(
+                    f"pool: got one on GPU {pool.device.pool.device_index}, expected GPU {slots.device_index}, where "
+                    "the slots of this agent lie: set slots.gpu in its configuration"
+                )
+            stream = StagedRowStream(pool.ring, pool.device.pool, slots)
+            sizes = {"pool_bytes": pool.num_bytes, "slot_bytes": self.slots.slot_bytes}
+            return OwnStreamMover(pool.ring, stream, self.mover, **sizes)
         return StreamMover(
             pool.ring,
             self.mover,

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kvxfer.control.channel import Channel, WorkerListener
 from kvxfer.control.codec import encode
+from kvxfer.control.device_handoff import CallInThread
 from kvxfer.control.handoff_listener import HandoffListener, LostPool, ReceivedPool, RefusedHandoff
 from kvxfer.control.messages import (
     AttachWorker,
@@ -24,6 +25,7 @@ from kvxfer.control.messages import (
     TransferEvent,
     WorkerReply,
 )
+from kvxfer.control.shared_memory import as_device_pool
 from kvxfer.errors import KvxferError, RefusedError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
@@ -70,15 +72,16 @@ class WorkerDesk:
         slots: Callable[[], SlotMemory],
         open_rows: Callable[[ReceivedPool], RowExecutor],
         has_gpu_slots: bool,
+        call: CallInThread,
         checks_segments: bool = False,
     ) -> None:
         """Listen. `slots` tells where the agent's slots are now, on a GPU with `has_gpu_slots`; `open_rows` makes the
-        executor of a pool. With `checks_segments` workers' streams are to check segments before they scatter them.
-        Raises `ConfigError`."""
+        executor of a pool; `call` runs something in a thread. With `checks_segments` streams are to check segments
+        before they scatter them. Raises `ConfigError`."""
         self.seat = PoolSeat(open_rows, log)
         self.channel = WorkerListener(socket_dir)
         try:
-            self.handoffs = HandoffListener(socket_dir, self._share_stream, has_gpu_slots=has_gpu_slots)
+            self.handoffs = HandoffListener(socket_dir, self._share_stream, has_gpu_slots=has_gpu_slots, call=call)
         except BaseException:
             self.channel.close()
             raise
@@ -157,7 +160,9 @@ class WorkerDesk:
 
     def _serve(self, sender: bytes, message: Message, now: float) -> WorkerReply:
         if isinstance(message, AttachWorker):
-            pool = self.seat.pool
+            pool, unusable = self.seat.pool, self.seat.unusable
+            if unusable is not None and unusable[0] == message.pool:
+                raise RefusedError(f"attach: nothing can move the rows of this pool: {unusable[1]}")
             if pool is None or message.pool != pool.pool:
                 raise RefusedError("attach: this agent serves another worker's pool; one agent serves one worker")
             reply = self._agent.worker_attached(pool.layout, now)
@@ -212,12 +217,16 @@ class WorkerDesk:
 
     def _share_stream(self, layout: PoolLayout) -> tuple[Ring, HostMemory | MappedPool, int]:
         slots = self._slots()
-        return make_ring(layout, slots.slot_bytes, checks_segments=self._checks_segments), slots.memory, slots.move
+        ring = make_ring(layout, slots.slot_bytes, slots.num_slots, checks_segments=self._checks_segments)
+        return ring, slots.memory, slots.move
 
     def tell_of_move(self) -> None:
         """A worker whose stream knows other slots than the present ones is told, and gets no order until it has mapped
-        these."""
+        these. A stream of the agent's own has them at once."""
         pool, slots = self.seat.pool, self._slots()
+        if (own_rows := self.seat.own_rows) is not None:
+            own_rows.slots_moved(as_device_pool(slots.memory))
+            return
         if self._worker is None or pool is None or pool.ring is None or self._move_told == slots.move:
             return
         self._move_told = slots.move

@@ -10,7 +10,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from kvxfer.control.client import ChunkPages, DecodeClient, PrefillClient, ReceivePages
 from kvxfer.control.handoff_messages import PoolPlacement
 from kvxfer.control.messages import Ticket, TransferEvent
+from kvxfer.control.shared_memory import PoolMemory
 from kvxfer.decode.agent import DecodeAgent
 from kvxfer.errors import ControlTimeoutError
 from kvxfer.layout import Placement, PoolLayout, TokenRange
@@ -128,6 +129,8 @@ class AgentWorld:
         self.threads: dict[Path, AgentThread] = {}
         self._rng = random.Random(seed)
         self._stack = ExitStack()
+        self.as_handed: Callable[[HostMemory], PoolMemory] = lambda memory: memory
+        """What workers hand over in place of their memory."""
 
     def __enter__(self) -> Self:
         return self
@@ -178,7 +181,8 @@ class AgentWorld:
     def join_prefill(self, name: str, layout: PoolLayout) -> tuple[Seat, PrefillClient]:
         """A prefill worker attaches to the agent at `name`."""
         seat = self._seat(name, layout)
-        client = PrefillClient.connect(seat.socket_dir, seat.memory, layout, placement=self.placement, timeout_s=WAIT_S)
+        pool = self.as_handed(seat.memory)
+        client = PrefillClient.connect(seat.socket_dir, pool, layout, placement=self.placement, timeout_s=WAIT_S)
         self._stack.callback(client.close)
         self.prefill.append((seat, client))
         return seat, client
@@ -186,7 +190,8 @@ class AgentWorld:
     def join_decode(self, name: str, layout: PoolLayout) -> tuple[Seat, DecodeClient]:
         """A decode worker attaches to the agent at `name`."""
         seat = self._seat(name, layout)
-        client = DecodeClient.connect(seat.socket_dir, seat.memory, layout, placement=self.placement, timeout_s=WAIT_S)
+        pool = self.as_handed(seat.memory)
+        client = DecodeClient.connect(seat.socket_dir, pool, layout, placement=self.placement, timeout_s=WAIT_S)
         self._stack.callback(client.close)
         self.decode.append((seat, client))
         return seat, client

@@ -16,7 +16,7 @@ from kvxfer.control.worker_stream import WorkerStream
 from kvxfer.layout import Placement, Shard
 from kvxfer.memory import HostMemory
 from kvxfer.operations import CancelFlag, Move, Moved
-from kvxfer.pool_seat import NUM_LANES, make_ring
+from kvxfer.pool_seat import make_ring
 from kvxfer.rows_host import scatter_segment
 from kvxfer.streams.ring import OFFSETS_WORD
 from kvxfer.streams.stream_mover import StreamMover
@@ -250,8 +250,16 @@ def test_a_worker_that_says_it_has_enqueued_what_it_has_not_harms_itself_alone(
 )
 def test_lanes_have_room_for_a_slot_and_stay_small(row_bytes: int, slot_bytes: int, max_offsets: int) -> None:
     layout = make_layout((GroupSpec("kv", Placement.SHARDED, 1, row_bytes),), Geometry(4), 4, Shard())
-    ring = make_ring(layout, slot_bytes)
-    assert ring.num_lanes == NUM_LANES
+    ring = make_ring(layout, slot_bytes, 8)
+    assert ring.num_lanes == 16
     assert max_offsets <= ring.max_offsets < max_offsets + 512, "whole pages"
     assert ring.memory.num_bytes <= (16 << 20) + (1 << 17)
+    ring.close()
+
+
+@pytest.mark.parametrize(("num_slots", "num_lanes"), [(1, 16), (24, 24), (4096, 64)])
+def test_each_slot_has_a_lane_within_bounds(num_slots: int, num_lanes: int) -> None:
+    ring = make_ring(LAYOUT, 1 << 20, num_slots)
+    assert ring.num_lanes == num_lanes
+    assert ring.memory.num_bytes <= (16 << 20) + (1 << 17) + num_lanes * 4096
     ring.close()

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 
 from kvxfer.control.channel import REMOTE, WorkerConnection
 from kvxfer.control.client_core import ClientCore
-from kvxfer.control.handoff import HandoffConnection, StreamMemory, hand_over, share_stream
+from kvxfer.control.handoff import HandoffConnection, StreamMemory, hand_over, hand_over_device, share_stream
 from kvxfer.control.handoff_messages import PoolPlacement
 from kvxfer.control.messages import SlotsMapped
 from kvxfer.control.shared_memory import PoolMemory, as_device_pool
+from kvxfer.control.worker_marks import WorkerMarks
 from kvxfer.control.worker_stream import DRAIN_S, WorkerStream
 from kvxfer.errors import ContractError, HandoffError, TransportError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
-from kvxfer.streams.device import DevicePool
+from kvxfer.streams.device import DevicePool, MappedPool
 from kvxfer.streams.host_stream import HostRowStream
 
 if TYPE_CHECKING:
@@ -33,17 +34,21 @@ _NAP_S = 0.0002
 class HandedOver:
     """A pool that an agent has taken, and the stream that moves its rows, where this worker has one. Owns both.
 
-    `waited_s` is the time that the agent took; a stream may take some more to be made.
+    `waited_s` is the time that the agent took; a stream, here or there, may take some more to be made. `marks` are
+    those of a prefill worker on a GPU without a stream here.
     """
 
     connection: HandoffConnection
     waited_s: float
     stream: WorkerStream | None = None
+    marks: WorkerMarks | None = None
 
     def close(self) -> None:
         """Let the stream come to rest, then hang up."""
         if self.stream is not None:
             self.stream.close()
+        if self.marks is not None:
+            self.marks.close()
         self.connection.close()
 
 
@@ -65,9 +70,10 @@ def hand_over_pool(
     began_s = time.monotonic()
     if isinstance(memory, HostMemory) and placement in ("agent", None):
         return HandedOver(hand_over(socket_dir, memory, layout, timeout_s), time.monotonic() - began_s)
+    if not isinstance(memory, HostMemory) and placement == "agent":
+        return _hand_over_device(socket_dir, memory, layout, timeout_s, is_prefill=is_prefill)
     if placement not in ("worker", None):
-        expected = "'agent' or 'worker'" if isinstance(memory, HostMemory) else "'worker' for a pool on a device"
-        raise ContractError(f"placement: got {placement!r}, expected {expected}")
+        raise ContractError(f"placement: got {placement!r}, expected 'agent' or 'worker'")
     connection, shared = share_stream(socket_dir, memory.num_bytes, layout, timeout_s)
     waited_s = time.monotonic() - began_s
     with ExitStack() as stack:
@@ -78,6 +84,30 @@ def hand_over_pool(
         worker_stream = WorkerStream(stream, shared, connection.fileno())
         stack.pop_all()
     return HandedOver(connection, waited_s, worker_stream)
+
+
+def _hand_over_device(
+    socket_dir: str | os.PathLike[str],
+    memory: MappedPool | DevicePool,
+    layout: PoolLayout,
+    timeout_s: float,
+    *,
+    is_prefill: bool,
+) -> HandedOver:
+    """To a stream of the agent. Of a decode worker nobody asks when its rows are written."""
+    began_s = time.monotonic()
+    connection, ring = hand_over_device(socket_dir, memory, layout, timeout_s)
+    waited_s = time.monotonic() - began_s - connection.prepared_s
+    if not is_prefill:
+        ring.close()
+        return HandedOver(connection, waited_s)
+    pool = as_device_pool(memory)
+    assert isinstance(pool, DevicePool)
+    try:
+        return HandedOver(connection, waited_s, marks=WorkerMarks(ring, pool.device_index))
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _open_stream(memory: PoolMemory, shared: StreamMemory, *, is_prefill: bool) -> RowStream:
@@ -117,6 +147,7 @@ class AgentLink:
     def __init__(self, socket_dir: str | os.PathLike[str], handed_over: HandedOver) -> None:
         """Connect the channel; take over `handed_over`."""
         self.stream = handed_over.stream
+        self._marks = handed_over.marks
         self.core = ClientCore(has_stream=self.stream is not None)
         self.handoff = handed_over.connection
         self._losing: _Losing | None = None
@@ -136,7 +167,8 @@ class AgentLink:
         """The value that the timeline has reached once `stream` has done what it was given so far; 0 for a pool without
         a timeline: what is in it is there. Raises `AgentLostError`."""
         self.core.check_alive()
-        return 0 if self.stream is None else self.stream.mark(stream)
+        marks = self.stream or self._marks
+        return 0 if marks is None else marks.mark(stream)
 
     def flush(self) -> None:
         """Enqueue and send what is wanted, as far as there is room; the rest goes another time."""
@@ -215,5 +247,7 @@ class AgentLink:
         self.core.close()
         if self.stream is not None:
             self.stream.close()
+        if self._marks is not None:
+            self._marks.close()
         self.channel.close()
         self.handoff.close()

@@ -20,22 +20,32 @@ from dataclasses import dataclass
 from kvxfer.control.handoff_messages import (
     FrameReader,
     LastWord,
+    PoolAccepted,
     PoolOffer,
+    PoolPreparing,
     PoolRefused,
     SharedStream,
     SlotsMoved,
     decode_word,
     pack,
 )
-from kvxfer.control.shared_memory import attach, describe
+from kvxfer.control.shared_memory import attach, describe, share
 from kvxfer.control.socket_dir import HANDOFF_SOCKET, socket_path
 from kvxfer.errors import AgentLostError, ControlTimeoutError, HandoffError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
-from kvxfer.streams.device import MappedPool, allocate_pool
+from kvxfer.streams.device import DevicePool, MappedPool, allocate_pool
 from kvxfer.streams.ring import Ring
 
-__all__ = ["HandoffConnection", "MovedSlots", "StreamMemory", "allocate_pool", "hand_over", "share_stream"]
+__all__ = [
+    "HandoffConnection",
+    "MovedSlots",
+    "StreamMemory",
+    "allocate_pool",
+    "hand_over",
+    "hand_over_device",
+    "share_stream",
+]
 
 _CONNECT_RETRY_S = 0.05
 _MAX_FRAMES_PER_LOOK = 64
@@ -67,9 +77,11 @@ class HandoffConnection:
     `pool` is the id that the agent gave. The descriptor of the memory stays the caller's.
     """
 
-    def __init__(self, connection: socket.socket, reader: FrameReader, pool: str) -> None:
-        """Take over `connection` and `reader`. Use `hand_over` or `share_stream`."""
+    def __init__(self, connection: socket.socket, reader: FrameReader, pool: str, prepared_s: float = 0.0) -> None:
+        """Take over `connection` and `reader`. Use `hand_over`, `hand_over_device` or `share_stream`."""
         self.pool = pool
+        self.prepared_s = prepared_s
+        """How long the agent has taken to be able to move rows of a GPU, beside the time for its answer."""
         self.num_events: int | None = None
         """Events that the agent has sent in all, once it has said so because it ends in good order."""
         self._socket = connection
@@ -161,6 +173,22 @@ def hand_over(
     return connection
 
 
+def hand_over_device(
+    socket_dir: str | os.PathLike[str], memory: MappedPool | DevicePool, layout: PoolLayout, timeout_s: float
+) -> tuple[HandoffConnection, Ring]:
+    """Give the agent at `socket_dir` a mapping of a pool on a GPU, for a stream of its own.
+
+    The ring, whose timeline streams of this worker may raise, is the caller's. Waits and raises as `hand_over`, and for
+    longer where the agent says that it has to: until it has mapped the pool and compiled its kernels. `HandoffError`
+    also where the pool cannot be shared, with the remedy.
+    """
+    shared, fds = share(memory)
+    offer = PoolOffer(num_bytes=memory.num_bytes, layout=layout, pool=shared)
+    connection, ring = _hand_over(socket_dir, offer, fds, timeout_s)
+    assert isinstance(ring, Ring)
+    return connection, ring
+
+
 def share_stream(
     socket_dir: str | os.PathLike[str], pool_bytes: int, layout: PoolLayout, timeout_s: float
 ) -> tuple[HandoffConnection, StreamMemory]:
@@ -170,13 +198,13 @@ def share_stream(
     """
     offer = PoolOffer(num_bytes=pool_bytes, layout=layout, placement="worker")
     connection, memory = _hand_over(socket_dir, offer, [], timeout_s)
-    assert memory is not None
+    assert isinstance(memory, StreamMemory)
     return connection, memory
 
 
 def _hand_over(
     socket_dir: str | os.PathLike[str], offer: PoolOffer, fds: list[int], timeout_s: float
-) -> tuple[HandoffConnection, StreamMemory | None]:
+) -> tuple[HandoffConnection, StreamMemory | Ring | None]:
     offer.layout.check_fits(offer.num_bytes)
     deadline_s = time.monotonic() + timeout_s
     connection = _connect(str(socket_path(socket_dir, HANDOFF_SOCKET)), deadline_s)
@@ -185,26 +213,33 @@ def _hand_over(
         with contextlib.ExitStack() as stack:
             stack.callback(connection.close)
             stack.callback(reader.close)
-            pool, memory = _exchange(connection, reader, offer, fds, deadline_s)
+            _send(connection, pack(offer), fds, deadline_s)
+            answer, prepared_s = _hear_answer(connection, reader, offer, deadline_s)
+            memory = _attach_stream(reader, answer.stream, offer)
             stack.pop_all()
     except TimeoutError as error:
         raise ControlTimeoutError(f"hand-off: the agent at {socket_dir} gave no answer in {timeout_s} s") from error
     except OSError as error:
         raise AgentLostError(f"hand-off: the agent at {socket_dir} hung up ({error.strerror})") from error
-    return HandoffConnection(connection, reader, pool), memory
+    return HandoffConnection(connection, reader, answer.pool, prepared_s), memory
 
 
-def _exchange(
-    connection: socket.socket, reader: FrameReader, offer: PoolOffer, fds: list[int], deadline_s: float
-) -> tuple[str, StreamMemory | None]:
-    """Send the offer; the pool's id, and what the agent shares, from the answer."""
-    _send(connection, pack(offer), fds, deadline_s)
+def _hear_answer(
+    connection: socket.socket, reader: FrameReader, offer: PoolOffer, deadline_s: float
+) -> tuple[PoolAccepted, float]:
+    """The agent's answer, and for how long it has prepared for it."""
+    prepared_s = 0.0
     word = decode_word(_receive(connection, reader, deadline_s))
+    if isinstance(word, PoolPreparing):
+        began_s = time.monotonic()
+        word = decode_word(_receive(connection, reader, began_s + word.timeout_s))
+        prepared_s = time.monotonic() - began_s
     if isinstance(word, PoolRefused):
         raise HandoffError(word.detail)
-    if isinstance(word, SlotsMoved | LastWord) or (word.stream is None) != (offer.placement == "agent"):
+    is_on_gpu = offer.pool is not None and offer.pool.gpu is not None
+    if not isinstance(word, PoolAccepted) or (word.stream is None) == (offer.placement == "worker" or is_on_gpu):
         raise HandoffError(f"reply: got {word}, expected an answer to an offer with placement {offer.placement}")
-    return word.pool, None if word.stream is None else _attach_stream(reader, word.stream)
+    return word, prepared_s
 
 
 def _send(connection: socket.socket, offer: bytes, fds: list[int], deadline_s: float) -> None:
@@ -230,12 +265,20 @@ def _receive(connection: socket.socket, reader: FrameReader, deadline_s: float) 
     return frame
 
 
-def _attach_stream(reader: FrameReader, shared: SharedStream) -> StreamMemory:
-    """Map the ring and the slots. Raises `HandoffError`; nothing is mapped then."""
-    if len(reader.fds) != 1 + shared.slots.has_fd:
-        expected = "two: the ring and the slots" if shared.slots.has_fd else "one: the ring"
+def _attach_stream(reader: FrameReader, shared: SharedStream | None, offer: PoolOffer) -> StreamMemory | Ring | None:
+    """Map the ring, and the slots where a stream of this worker moves the rows. Raises `HandoffError`; nothing is
+    mapped then."""
+    if shared is None:
+        return None
+    if (shared.slots is None) != (offer.placement == "agent"):
+        raise HandoffError(f"reply: got {shared}, expected slots with placement worker alone")
+    has_slots = shared.slots is not None and shared.slots.has_fd
+    if len(reader.fds) != 1 + has_slots:
+        expected = "two: the ring and the slots" if has_slots else "one: the ring"
         raise HandoffError(f"reply: got {len(reader.fds)} descriptors, expected {expected}")
     ring = Ring.attach(reader.fds.pop(0), shared.ring_bytes, shared.num_lanes)
+    if shared.slots is None:
+        return ring
     try:
         slots = attach(shared.slots, reader.fds, "slots")
     except BaseException:

@@ -12,10 +12,11 @@ import select
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
+from kvxfer.control.device_handoff import MAPPING_TIMEOUT_S, CallInThread, DeviceMapping
+from kvxfer.control.handoff_events import HandoffEvent, LostPool, ReceivedPool, RefusedHandoff
 from kvxfer.control.handoff_messages import (
     HANDOFF_VERSION,
     FrameReader,
@@ -23,6 +24,7 @@ from kvxfer.control.handoff_messages import (
     LastWord,
     PoolAccepted,
     PoolOffer,
+    PoolPreparing,
     PoolRefused,
     SharedStream,
     SlotsMoved,
@@ -43,51 +45,11 @@ MAX_CONNECTIONS = 64
 _PAUSE_S = 1.0
 _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
+__all__ = ["HandoffEvent", "HandoffListener", "LostPool", "ReceivedPool", "RefusedHandoff"]
+
 _offer_decoder = msgspec.msgpack.Decoder(PoolOffer)
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedPool:
-    """A worker has handed over its pool of `num_bytes`. `pid` is 0 for other PID namespaces.
-
-    `memory` is a mapping of it; None where a stream of the worker moves its rows, by the orders in `ring`. `shared`
-    lets peers on this host map it, where the worker allows that. All are the receiver's, who calls `close()`.
-    """
-
-    pool: str
-    num_bytes: int
-    layout: PoolLayout
-    pid: int
-    memory: HostMemory | None = None
-    ring: Ring | None = None
-    shared: HeldMemory | None = None
-    move: int = 0  # of the slots, the last one before its worker got them
-
-    def close(self) -> None:
-        """Unmap the pool and the ring, let go of what is shared. Calling it again does nothing."""
-        if self.memory is not None:
-            self.memory.close()
-        if self.ring is not None:
-            self.ring.close()
-        if self.shared is not None:
-            self.shared.close()
-
-
-@dataclass(frozen=True, slots=True)
-class RefusedHandoff:
-    """A hand-off failed; nothing of it is left. For the log."""
-
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class LostPool:
-    """The worker that handed over `pool` has gone or has hung up."""
-
-    pool: str
-
-
-HandoffEvent = ReceivedPool | RefusedHandoff | LostPool
 ShareStream = Callable[[PoolLayout], tuple[Ring, HostMemory | MappedPool, int]]
 """Makes a ring for a pool that lies so, and tells where the slots are now and how often they have moved. The ring is
 the caller's, the slots are not. Raises `OSError` where there is no memory."""
@@ -102,17 +64,21 @@ class HandoffListener:
         share_stream: ShareStream | None = None,
         *,
         has_gpu_slots: bool = False,
+        call: CallInThread | None = None,
     ) -> None:
         """Claim the path and listen; make the `WorkerListener` first. Raises `ConfigError`.
 
-        Without `share_stream` workers are refused that want to move the rows themselves, and with `has_gpu_slots`
-        pools in host memory: nothing moves rows between the two.
+        Without `share_stream` workers are refused that want to move the rows themselves, without `call`, which runs
+        something in a thread, those that want the agent to move rows of a GPU, and with `has_gpu_slots` pools in host
+        memory: nothing moves rows between the two.
         """
         self._share_stream = share_stream
-        self._has_gpu_slots = has_gpu_slots
+        self.has_gpu_slots = has_gpu_slots
         self._claim = SocketClaim(socket_dir, HANDOFF_SOCKET, "handoff.lock")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._epoll = select.epoll()
+        self._call = call
+        self._mapped_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # a pool of a GPU has been mapped, or has not
         self._connections: dict[int, _Connection] = {}
         self._paused_until_s = 0.0
         try:
@@ -124,6 +90,7 @@ class HandoffListener:
             raise ConfigError(f"socket_dir: cannot listen at {self._claim.path}: {error.strerror}") from error
         self._socket.setblocking(False)
         self._epoll.register(self._socket, select.EPOLLIN)
+        self._epoll.register(self._mapped_fd, select.EPOLLIN)
 
     def fileno(self) -> int:
         """Readable while `poll()` has something to do, but for what only time brings."""
@@ -136,9 +103,15 @@ class HandoffListener:
             self._paused_until_s = 0.0
             self._epoll.modify(self._socket, select.EPOLLIN)
         for fd, _ in self._epoll.poll(0):
-            events += self._accept(now_s) if fd == self._socket.fileno() else self._advance(self._connections[fd])
+            if fd == self._mapped_fd:
+                os.eventfd_read(fd)
+            else:
+                events += self._accept(now_s) if fd == self._socket.fileno() else self._advance(self._connections[fd])
         for connection in list(self._connections.values()):
-            if connection.pool is None and now_s >= connection.expires_s:
+            if connection.mapping is not None and connection.mapping.is_done:
+                events.append(self._take_mapped(connection))
+        for connection in list(self._connections.values()):
+            if connection.is_silent and now_s >= connection.expires_s:
                 events.append(self._refuse(connection, f"no complete offer within {HANDOFF_TIMEOUT_S} s"))
         return events
 
@@ -178,6 +151,9 @@ class HandoffListener:
             self._drop(connection)
         self._epoll.close()
         self._socket.close()
+        if self._mapped_fd >= 0:
+            os.close(self._mapped_fd)
+            self._mapped_fd = -1
         self._claim.close()
 
     def _accept(self, now_s: float) -> list[HandoffEvent]:
@@ -207,10 +183,33 @@ class HandoffListener:
             self._drop(connection)  # A mapped pool's connection is silent: whatever is there to read ends it.
             return [LostPool(connection.pool)]
         try:
-            received = connection.receive(self._share_stream, has_gpu_slots=self._has_gpu_slots)
+            received = connection.receive(self)
         except HandoffError as error:
             return [self._refuse(connection, str(error))]
         return [] if received is None else [received]
+
+    def _take_mapped(self, connection: _Connection) -> HandoffEvent:
+        try:
+            return connection.take_mapped(self)
+        except HandoffError as error:
+            return self._refuse(connection, str(error))
+
+    def map_in_thread(self, offer: PoolOffer, fds: list[int]) -> DeviceMapping:
+        """Begin to map a pool of a GPU; `poll()` looks for its end. Takes over `fds`. Raises `HandoffError`."""
+        if self._call is None or self._share_stream is None:
+            for fd in fds:
+                os.close(fd)
+            raise HandoffError("pool: got memory of a GPU, expected host memory: this agent maps no other")
+        return DeviceMapping(offer, fds, self._call, lambda: os.eventfd_write(self._mapped_fd, 1))
+
+    def share_stream(self, layout: PoolLayout) -> tuple[Ring, HostMemory | MappedPool, int]:
+        """A ring, where the slots are, and how often they have moved. Raises `HandoffError`."""
+        if self._share_stream is None:
+            raise HandoffError("placement: got worker, expected agent: this agent orders no streams")
+        try:
+            return self._share_stream(layout)
+        except OSError as error:
+            raise HandoffError(f"no memory for a ring ({error.strerror})") from error
 
     def _refuse(self, connection: _Connection, detail: str) -> RefusedHandoff:
         connection.say(PoolRefused(detail=detail[:2000]))
@@ -231,11 +230,17 @@ class _Connection:
         self.socket = accepted
         self.expires_s = expires_s
         self.pool: str | None = None
+        self.mapping: DeviceMapping | None = None
         credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
         self.pid, self.uid, _ = _PEER_CREDENTIALS.unpack(credentials)
         self._reader = FrameReader(accepted)
 
-    def receive(self, share_stream: ShareStream | None, *, has_gpu_slots: bool = False) -> ReceivedPool | None:
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has yet to make its offer."""
+        return self.pool is None and self.mapping is None
+
+    def receive(self, listener: HandoffListener) -> ReceivedPool | None:
         """Read what is there. Raises `HandoffError` for anything that cannot become a pool."""
         try:
             frame = self._reader.read()
@@ -247,15 +252,17 @@ class _Connection:
             raise HandoffError(f"the worker hung up after {self._reader.num_bytes} bytes")
         if frame is None:
             return None
+        if self.mapping is not None:
+            raise HandoffError("got more than the offer, expected a worker that waits for its answer")
         offer = _decode_offer(frame)
         if len(self._reader.fds) != (offer.pool is not None and offer.pool.has_fd):
             raise HandoffError(f"descriptors: got {len(self._reader.fds)}, expected one, of the pool that is offered")
-        if has_gpu_slots and offer.pool is not None and offer.pool.gpu is None:
+        if listener.has_gpu_slots and offer.pool is not None and offer.pool.gpu is None:
             raise HandoffError(
                 "pool: got one in host memory, expected one on a GPU, where the slots of this agent lie: set "
                 'slots.kind = "pinned_host" in its configuration'
             )
-        return self._map_pool(offer) if offer.placement == "agent" else self._share(offer, share_stream)
+        return self._map_pool(offer, listener) if offer.placement == "agent" else self._share(offer, listener)
 
     def say(self, message: HandoffMessage, fds: list[int] | None = None) -> None:
         """Send at once or not at all: a worker that cannot take these few bytes will see the end of the connection."""
@@ -265,28 +272,44 @@ class _Connection:
             return
 
     def close(self) -> None:
+        if self.mapping is not None:
+            self.mapping.close()
         self._reader.close()
         self.socket.close()
 
-    def _map_pool(self, offer: PoolOffer) -> ReceivedPool:
+    def _map_pool(self, offer: PoolOffer, listener: HandoffListener) -> ReceivedPool | None:
         if offer.pool is None:
             raise HandoffError("pool: got none, expected one to map with placement agent")
+        if offer.pool.gpu is not None:
+            self.mapping = listener.map_in_thread(offer, self._reader.take_fds())
+            self.say(PoolPreparing(timeout_s=MAPPING_TIMEOUT_S))
+            return None
         memory = attach(offer.pool, self._reader.fds, "pool")
-        if not isinstance(memory, HostMemory):
-            memory.close()
-            raise HandoffError("pool: got memory of a GPU, expected placement worker for it")
+        assert isinstance(memory, HostMemory)
         self.pool = new_id()
         self.say(PoolAccepted(pool=self.pool))
         return ReceivedPool(self.pool, offer.num_bytes, offer.layout, self.pid, memory=memory)
 
-    def _share(self, offer: PoolOffer, share_stream: ShareStream | None) -> ReceivedPool:
-        """The pool stays the worker's; its stream gets the slots and a ring."""
-        if share_stream is None:
-            raise HandoffError("placement: got worker, expected agent: this agent orders no streams")
+    def take_mapped(self, listener: HandoffListener) -> ReceivedPool:
+        """A pool of a GPU that is mapped now: the worker gets a ring for its timeline. Raises `HandoffError`."""
+        assert self.mapping is not None
+        ring, _, move = listener.share_stream(self.mapping.offer.layout)
         try:
-            ring, slots, move = share_stream(offer.layout)
-        except OSError as error:
-            raise HandoffError(f"placement worker: no memory for a ring ({error.strerror})") from error
+            mapped, shared = self.mapping.take()
+        except HandoffError:
+            ring.close()
+            raise
+        offer, self.mapping = self.mapping.offer, None
+        self.pool = new_id()
+        stream = SharedStream(ring_bytes=ring.memory.num_bytes, num_lanes=ring.num_lanes)
+        self.say(PoolAccepted(pool=self.pool, stream=stream), [ring.memory.fd])
+        return ReceivedPool(
+            self.pool, offer.num_bytes, offer.layout, self.pid, ring=ring, shared=shared, move=move, device=mapped
+        )
+
+    def _share(self, offer: PoolOffer, listener: HandoffListener) -> ReceivedPool:
+        """The pool stays the worker's; its stream gets the slots and a ring."""
+        ring, slots, move = listener.share_stream(offer.layout)
         shared_slots, fds = share(slots)
         stream = SharedStream(ring_bytes=ring.memory.num_bytes, num_lanes=ring.num_lanes, slots=shared_slots)
         self.pool = new_id()

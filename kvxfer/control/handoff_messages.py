@@ -19,7 +19,7 @@ from kvxfer.control.shared_memory import SharedMemory
 from kvxfer.errors import HandoffError
 from kvxfer.layout import PoolLayout
 
-HANDOFF_VERSION = 3
+HANDOFF_VERSION = 4
 MAX_HEADER_BYTES = 1 << 20
 LENGTH = struct.Struct("!I")
 _MAX_FDS = 4
@@ -43,21 +43,28 @@ class PoolOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class SharedStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the agent shares with a stream of the worker: a ring, see `kvxfer.streams.ring`, and its slots."""
+    """What the agent shares with a stream of the worker: a ring, see `kvxfer.streams.ring`, and its slots. To a
+    worker whose pool on a GPU it has mapped: the ring alone, for its timeline."""
 
     ring_bytes: Counter
     num_lanes: Annotated[int, msgspec.Meta(ge=1, le=4096)]
-    slots: SharedMemory
+    slots: SharedMemory | None = None
 
 
 class PoolAccepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="accepted"):
     """Agent to worker: taken; `pool` is its name from now on.
 
-    With placement `worker` two descriptors come along, the ring and the slots, which `stream` tells of.
+    Descriptors of what `stream` tells of come along: the ring, and the slots with placement `worker`.
     """
 
     pool: Id
     stream: SharedStream | None = None
+
+
+class PoolPreparing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="preparing"):
+    """Agent to worker: the pool is being mapped; the answer comes within `timeout_s`."""
+
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
 
 class PoolRefused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="refused"):
@@ -81,8 +88,8 @@ class LastWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     num_events: Counter
 
 
-HandoffMessage = PoolOffer | PoolAccepted | PoolRefused | SlotsMoved | LastWord
-AgentWord = PoolAccepted | PoolRefused | SlotsMoved | LastWord
+HandoffMessage = PoolOffer | PoolPreparing | PoolAccepted | PoolRefused | SlotsMoved | LastWord
+AgentWord = PoolPreparing | PoolAccepted | PoolRefused | SlotsMoved | LastWord
 
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder = msgspec.msgpack.Decoder(AgentWord)

@@ -35,7 +35,8 @@ class OwnStream(Protocol):
         ...
 
     def replace_slots(self, slots: HostMemory | DevicePool) -> None:
-        """The slots lie in `slots` from now on; what was given before ends first. Raises `TransportError`."""
+        """The slots lie in `slots` from now on; what was given before ends first. Where the GPU cannot use them, an
+        `error` begins."""
         ...
 
     def drain(self) -> None:

@@ -102,7 +102,7 @@ class StagedRowStream:
             self._warm_up()
             self._make_staging()
             self._set_memory(MemoryIndex.POOL, pool.address, pool.num_bytes)
-            self.replace_slots(slots)
+            self._use_slots(slots)
         except BaseException:
             self._release()
             raise
@@ -162,7 +162,13 @@ class StagedRowStream:
         return True
 
     def replace_slots(self, slots: HostMemory | DevicePool) -> None:
-        """The slots lie in `slots` from now on; what was given before ends first. Raises as `__init__`."""
+        """`OwnStream.replace_slots`."""
+        try:
+            self._use_slots(slots)
+        except TransportError as error:
+            self._error = str(error)
+
+    def _use_slots(self, slots: HostMemory | DevicePool) -> None:
         self.drain()
         if isinstance(slots, HostMemory):
             mirror = self._mirror if self._blocks.get(self._mirror) == slots.num_bytes else self._take(slots.num_bytes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import itertools
 import threading
 import time
 from collections import deque
@@ -107,8 +108,14 @@ class FakeCuda:
         self.priorities: list[int] = []
         self.scratch: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._staged: dict[int, tuple[int, ...]] = {}
-        self._depth = 0
+        self._pushed = threading.local()
+        self._handles = itertools.count(1)
         self._failing: dict[str, int] = {}
+
+    @property
+    def _depth(self) -> int:
+        """How often the context was pushed in this thread."""
+        return int(getattr(self._pushed, "depth", 0))
 
     def fail(self, call: str, error: int) -> None:
         self._failing[call] = error
@@ -133,12 +140,12 @@ class FakeCuda:
 
     def cuCtxPushCurrent(self, context: int) -> tuple[int, ...]:
         assert context == CONTEXT
-        self._depth += 1
+        self._pushed.depth = self._depth + 1
         return OK
 
     def cuCtxPopCurrent(self) -> tuple[int, int]:
-        self._depth -= 1
-        assert self._depth >= 0
+        assert self._depth
+        self._pushed.depth = self._depth - 1
         return 0, CONTEXT
 
     def cuMemHostRegister(self, address: int, num_bytes: int, flags: int) -> tuple[int, ...]:
@@ -181,7 +188,7 @@ class FakeCuda:
     def cuStreamCreateWithPriority(self, flags: int, priority: int) -> tuple[int, int]:
         assert (self._depth > 0, flags) == (True, 1)
         self.priorities.append(priority)
-        handle = max(self.streams) + 1
+        handle = next(self._handles)
         self.streams[handle] = Stream()
         return 0, handle
 
