@@ -233,13 +233,14 @@ def bench_transfer(
     same bytes, or an emulated wire. Efficiency is the goodput of the first over that of the second. Every byte is
     compared outside the timing. Exit status 1 if any differs."""
     from kvxfer.cli.bench_transfer import run_cases, run_with_plot
+    from kvxfer.cli.timeline import check_plot
     from kvxfer.cli.transfer_case import TransferCase
     from kvxfer.slot_memory import available_bytes
 
     if mode is not None and compare:
         raise ConfigError(f"--mode: got {mode.value} beside --compare {compare}, expected one of the two options")
-    if plot is not None and compare:
-        raise ConfigError(f"--plot: got {plot} beside --compare {compare}, expected one of the two options")
+    if plot is not None:
+        check_plot(plot, compare)
     placement = placement or (_Placement.AGENT if device is _Device.CPU else _Placement.WORKER)
     modes = [_parse_mode(name) for name in compare.split(",")] if compare else [mode or _Mode.PACKED]
     cases = [

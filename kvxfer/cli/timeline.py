@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Literal
 
+from kvxfer.errors import ConfigError
 from kvxfer.ops.tracing import OperationKind, TracedOperation, read_trace
 
 SpanKind = OperationKind | Literal["wait"]
@@ -77,6 +79,16 @@ def _lane_order(lane: str) -> tuple[int, int, int]:
     whose, _, slot = lane.partition(", ")
     rank = -1 if whose == "send" else int(whose.removeprefix("rank "))
     return rank >= 0, rank, -1 if slot == "no slot" else int(slot.removeprefix("slot "))
+
+
+def check_plot(path: Path, compare: str) -> None:
+    """Raise `ConfigError` where no SVG of one transfer can be drawn into `path`: before the run, not after it."""
+    if compare:
+        raise ConfigError(f"--plot: got {path} beside --compare {compare}, expected one of the two options")
+    if path.suffix != ".svg":
+        raise ConfigError(f"--plot: got {path}, expected a file name that ends in .svg")
+    if not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
+        raise ConfigError(f"--plot: got {path}, expected a file that can be written")
 
 
 def draw_timeline(path: Path, title: str, spans: list[Span]) -> None:

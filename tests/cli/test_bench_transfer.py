@@ -54,6 +54,8 @@ _CASE = TransferCase(
             ["--slots", "device", "--device", "cuda", "--verify", "full"],
             "--verify: got full with --slots device, expected off",
         ),
+        (["--plot", "x.png"], "--plot: got x.png, expected a file name that ends in .svg"),
+        (["--plot", "/nowhere/x.svg"], "--plot: got /nowhere/x.svg, expected a file that can be written"),
         (["--plot", "x.svg", "--compare", "packed,raw"], "--plot: got x.svg beside --compare packed,raw"),
         (["--interval-ms", "-1"], "--interval-ms: got -1, expected 0 to 10000 ms"),
     ],
