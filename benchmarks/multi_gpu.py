@@ -68,6 +68,9 @@ def all_parts(num_gpus: int, *, quick: bool) -> list[Part]:
         Part("tests", ("pytest", "-q", "-rs", "-p", "no:cacheprovider", *_TESTS), 120.0),
         Part("slots", (*transfer, "--modes", "packed,serial", "--seconds", "30"), 50.0),
     ]
+    if not quick:
+        stream = ("benchmarks.gpu_stream", "--only", "peers", "--json", _FACTS)
+        parts.insert(1, Part("stream", stream, 40.0))
     device = ("--device", "cpu") if quick else ()
     for world in (2, 4, 8):
         if world <= num_gpus:
@@ -136,7 +139,7 @@ def main() -> int:
     """Run the command; 1 where a part failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="write what became of all parts into this file")
-    parser.add_argument("--only", default="", help="parts whose names contain this: pulls, tests, slots, combine 2")
+    parser.add_argument("--only", default="", help="parts whose names contain this: pulls, stream, combine 2")
     parser.add_argument("--quick", action="store_true", help="small parts without GPUs")
     options = parser.parse_args()
     num_gpus = 2 if options.quick else torch.cuda.device_count()
