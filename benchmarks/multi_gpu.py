@@ -27,7 +27,7 @@ import torch
 _ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _GRACE_S = 15.0
 """For a part that was told to end, which gives back what it has made."""
-_TESTS = ("tests/gpu/test_pools.py", "tests/gpu/test_against_transformers.py", "tests/decode/test_dcp_nccl.py")
+_PYTEST = ("pytest", "-q", "-rs", "-p", "no:cacheprovider", "--durations=5")
 _FACTS = "FACTS"
 
 
@@ -65,8 +65,9 @@ def all_parts(num_gpus: int, *, quick: bool) -> list[Part]:
     transfer = ("benchmarks.multi_gpu_transfer", "--gpus", str(num_gpus), "--json", _FACTS, *small)
     parts = [
         Part("pulls", (*transfer, "--modes", "p2p", "--seconds", "40"), 60.0),
-        Part("tests", ("pytest", "-q", "-rs", "-p", "no:cacheprovider", *_TESTS), 120.0),
         Part("slots", (*transfer, "--modes", "packed,serial", "--seconds", "30"), 50.0),
+        Part("judge", (*_PYTEST, "tests/gpu/test_against_transformers.py"), 110.0),
+        Part("peers", (*_PYTEST, "tests/gpu/test_pools.py"), 60.0),
     ]
     if not quick:
         stream = ("benchmarks.gpu_stream", "--only", "peers", "--json", _FACTS)
@@ -76,6 +77,7 @@ def all_parts(num_gpus: int, *, quick: bool) -> list[Part]:
         if world <= num_gpus:
             arguments = ("benchmarks.combine", "--world", str(world), "--json", *device)
             parts.append(Part(f"combine {world}", arguments, 60.0, prints_facts=True))
+    parts.append(Part("merge", (*_PYTEST, "tests/decode/test_dcp_nccl.py"), 60.0))
     return parts
 
 
