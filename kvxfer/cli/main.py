@@ -237,12 +237,9 @@ def bench_transfer(
     from kvxfer.cli.transfer_case import TransferCase
     from kvxfer.slot_memory import available_bytes
 
-    if mode is not None and compare:
-        raise ConfigError(f"--mode: got {mode.value} beside --compare {compare}, expected one of the two options")
     if plot is not None:
         check_plot(plot, compare)
     placement = placement or (_Placement.AGENT if device is _Device.CPU else _Placement.WORKER)
-    modes = [_parse_mode(name) for name in compare.split(",")] if compare else [mode or _Mode.PACKED]
     cases = [
         TransferCase(
             transport.value,
@@ -268,7 +265,7 @@ def bench_transfer(
             num_gpus=gpus,
             slot_kind=slots.value,
         )
-        for each in modes
+        for each in _modes(mode, compare)
     ]
     for case in cases:  # all before the first is run, which may take long
         case.check()
@@ -304,6 +301,15 @@ def bench_kernels(
     from kvxfer.cli import bench_kernels
 
     bench_kernels.bench_kernels(as_json, plot, only)
+
+
+def _modes(mode: _Mode | None, compare: str) -> list[_Mode]:
+    """The modes to be run one after another."""
+    if not compare:
+        return [mode or _Mode.PACKED]
+    if mode is not None:
+        raise ConfigError(f"--mode: got {mode.value} beside --compare {compare}, expected one of the two options")
+    return [_parse_mode(name) for name in compare.split(",")]
 
 
 def _parse_mode(name: str) -> _Mode:
