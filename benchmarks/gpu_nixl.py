@@ -2,10 +2,10 @@
 
 `python -m benchmarks.gpu_nixl [--rows N] [--slots N] [--repeat N] [--json FILE] [--quick]`
 
-Both go through the transport that agents use, out of memory that the writing process allocated, as agents allocate slots
-on a GPU: rows of 1152 bytes, eight apart as a rank of DCP 8 owns them, and slots of 8 MiB, up to eight at a time. Beside
-them stands what UCX does with other memory: such as `allocate_pool` makes, and such as another process has allocated.
-`--quick` tries the command on memory of the host.
+Both go through the transport that agents use, out of memory that the writing process allocated, as agents allocate
+slots on a GPU: rows of 1152 bytes, eight apart as a rank of DCP 8 owns them, and slots of 8 MiB, up to eight at a time.
+Beside them stands what UCX does with other memory: such as `allocate_pool` makes, and such as another process has
+allocated. `--quick` tries the command on memory of the host.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvxfer.errors import ConfigError, EngineMissingError, HandoffError, TransportError
 from kvxfer.memory import HostMemory
 from kvxfer.ops.config import SlotConfig
+from kvxfer.row_sums import BLOCK_BYTES as SUM_BLOCK_BYTES
 from kvxfer.rows_host import ByteArray
 from kvxfer.streams.driver import find_gpu
 from kvxfer.streams.legacy import LegacyMemory, allocate_legacy
@@ -72,6 +73,11 @@ class SlotMemory:
 
     @classmethod
     def _on_gpu_at_start(cls, config: SlotConfig, got: str) -> SlotMemory:
+        if config.slot_bytes % SUM_BLOCK_BYTES:
+            raise ConfigError(
+                f'slots.slot_bytes: got {config.slot_bytes} with slots.kind "device", expected a multiple of '
+                f"{SUM_BLOCK_BYTES}"
+            )
         on_host = 'or let them lie in host memory (slots.kind = "pinned_host")'
         try:
             return cls(config)

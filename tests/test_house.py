@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "control": {"errors", "layout", "memory", "streams", "transfer"},
     "ops": {"errors", "tables", "transfer", "control", "transports"},
     "integrity": {"errors", "rows_host", "row_sums", "control"},
-    "slot_memory": {"errors", "memory", "rows_host", "streams", "transports", "ops"},
+    "slot_memory": {"errors", "memory", "row_sums", "rows_host", "streams", "transports", "ops"},
     "pool_seat": {*_GEOMETRY, "operations", "rows_host", "row_sums", "streams", "control"},
     "worker_desk": {*_GEOMETRY, "memory", "operations", "pool_seat", "slot_memory", "streams", "control"},
     "sidecar": {

@@ -19,7 +19,7 @@ from kvxfer.decode.actions import Notify, PairWith, Pull, Scatter, SendToPeer
 from kvxfer.decode.core import SHUTDOWN_DETAIL, DecodeCore
 from kvxfer.decode.landing import pull_segment
 from kvxfer.decode.links import SourceLinks
-from kvxfer.errors import ConfigError, IntegrityError, RefusedError, TransportError
+from kvxfer.errors import IntegrityError, RefusedError, TransportError
 from kvxfer.integrity import check_segment, check_sum, expected_sum
 from kvxfer.layout import PoolLayout, Shard
 from kvxfer.operations import Move, RowSum
@@ -38,11 +38,6 @@ class DecodeAgent:
     def __init__(self, config: DecodeConfig) -> None:
         """Listen for the worker, make the slots, start the engine. Raises `ConfigError`, `EngineMissingError`,
         `TransportError`."""
-        if config.verify == "full" and config.slots.kind == "device":
-            raise ConfigError(
-                'verify: got "full" with slots.kind "device", expected "off": agents do not see the bytes of slots on '
-                "a GPU"
-            )
         credentials = load_credentials(config.security.key_file, config.security.allowed_keys_file)
         self._config = config
         self._verify = config.verify == "full"
@@ -211,7 +206,10 @@ class DecodeAgent:
     def _check(self, scatter: Scatter) -> None:
         """Raise `IntegrityError` unless the segment has arrived as it was packed."""
         if self._sidecar.slots.is_on_gpu:
-            raise IntegrityError("a segment on a GPU: got a checksum that was not asked for and cannot be compared")
+            raise IntegrityError(
+                "a segment on a GPU: got a checksum that no stream compares, expected a sum made by a stream that "
+                "gathers (placement worker) where verify is full, else none"
+            )
         check_segment(scatter.notice, self._sidecar.slots.view(scatter.slot))
 
     def _pull(self, pull: Pull, now: float) -> None:

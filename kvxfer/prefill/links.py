@@ -113,7 +113,6 @@ class PeerLinks:
                 layout=sidecar.pool.layout if sidecar.pool is not None else None,
                 slot_bytes=sidecar.slots.slot_bytes,
                 host=self._listener.last_host,
-                can_verify=not sidecar.slots.is_on_gpu,
             )
         except RefusedError as error:
             # A pairing of the same agent on another connection stays: this one may follow an outdated ticket.

@@ -48,17 +48,10 @@ class Unpaired:
 
 
 def check_hello(
-    hello: Hello,
-    *,
-    incarnation: str,
-    transport: str,
-    layout: PoolLayout | None,
-    slot_bytes: int,
-    host: str = "",
-    can_verify: bool = True,
+    hello: Hello, *, incarnation: str, transport: str, layout: PoolLayout | None, slot_bytes: int, host: str = ""
 ) -> PeerInfo:
-    """What a decode agent at `host` said of itself, against this side, which has no `layout` without a worker, and sums
-    segments if it `can_verify`. Raises `RefusedError`, naming the field."""
+    """What a decode agent at `host` said of itself, against this side, which has no `layout` without a worker. Raises
+    `RefusedError`, naming the field."""
     if hello.version != PROTOCOL_VERSION:
         raise RefusedError(f"got {hello.version}, expected {PROTOCOL_VERSION}", Reason.PEER_REFUSED, "version")
     if hello.expected_incarnation != incarnation:
@@ -67,11 +60,6 @@ def check_hello(
         raise RefusedError("it runs, but the worker that made the ticket is gone", Reason.WORKER_LOST)
     if hello.transport != transport:
         raise RefusedError(f"got {hello.transport!r}, expected {transport!r}", Reason.LAYOUT_MISMATCH, "transport")
-    if hello.verify and not can_verify:
-        detail = (
-            "got full, expected off: the slots of the prefill agent lie on a GPU, where it does not see their bytes"
-        )
-        raise RefusedError(detail, Reason.LAYOUT_MISMATCH, "verify")
     if hello.num_slots * hello.slot_bytes > hello.region_bytes or (
         hello.probe_offset_bytes + hello.probe_bytes > hello.region_bytes
     ):

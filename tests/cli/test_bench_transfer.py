@@ -50,10 +50,6 @@ _CASE = TransferCase(
             ["--slots", "device", "--device", "cuda", "--transport", "mooncake"],
             "--slots: got device with transport mooncake, expected nixl or loopback",
         ),
-        (
-            ["--slots", "device", "--device", "cuda", "--verify", "full"],
-            "--verify: got full with --slots device, expected off",
-        ),
         (["--plot", "x.png"], "--plot: got x.png, expected a file name that ends in .svg"),
         (["--plot", "/nowhere/x.svg"], "--plot: got /nowhere/x.svg, expected a file that can be written"),
         (["--plot", "x.svg", "--compare", "packed,raw"], "--plot: got x.svg beside --compare packed,raw"),
