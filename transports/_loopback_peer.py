@@ -9,7 +9,7 @@ import select
 
 import numpy as np
 
-from kvxfer.errors import HandoffError, PeerLostError, ProtocolError
+from kvxfer.errors import HandoffError, PeerLostError, ProtocolError, TransportError
 from kvxfer.streams.device import MappedPool, map_pool
 from kvxfer.transports._metadata import Metadata, PublishedRegion
 from kvxfer.transports._regions import RemoteRegion
@@ -88,7 +88,8 @@ class LoopbackPeer:
     def close(self) -> None:
         self.regions = {}
         for mapping in self._mappings:
-            mapping.close()
+            with contextlib.suppress(TransportError):  # a GPU that is lost has nothing to give back
+                mapping.close()
         self._mappings.clear()
         for fd in self.fds.values():
             os.close(fd)
