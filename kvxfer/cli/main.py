@@ -6,13 +6,16 @@ import enum
 import importlib.metadata
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvxfer.cli.options import choice, whole
 from kvxfer.cli.output import EXIT_FAILED, print_json, report_error, show_steps
 from kvxfer.errors import ConfigError, KvxferError
+
+if TYPE_CHECKING:
+    from kvxfer.cli.bench_transfer import TransferResult
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -272,14 +275,18 @@ def bench_transfer(
         case.check_memory(available_bytes())
     with show_steps() as steps:
         results = run_cases(cases, steps) if plot is None else [run_with_plot(cases[0], steps, plot)]
+    _print_results(results, as_json=as_json, is_comparison=bool(compare))
+    if any(result.problems for result in results):
+        sys.exit(EXIT_FAILED)
+
+
+def _print_results(results: list[TransferResult], *, as_json: bool, is_comparison: bool) -> None:
     if as_json:
-        _print_facts([result.as_json() for result in results], is_comparison=bool(compare))
+        _print_facts([result.as_json() for result in results], is_comparison=is_comparison)
     else:
         from kvxfer.cli.tables import print_transfers
 
         print_transfers(results)
-    if any(result.problems for result in results):
-        sys.exit(EXIT_FAILED)
 
 
 def _print_facts(facts: list[dict[str, Any]], *, is_comparison: bool) -> None:
