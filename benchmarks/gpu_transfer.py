@@ -74,6 +74,12 @@ def _cases(base: TransferCase) -> Iterator[Named]:
     yield from _both_lengths("dcp 8, device slots", on_gpu)
     yield Named("dcp 8, device slots, busy long", replace(on_gpu, busy="long"))
     yield Named("dcp 8, device slots, busy short", replace(on_gpu, busy="short"))
+    # Two agents beside the prefill agent and the workers: each process that uses the GPU takes turns with the others.
+    agent = replace(base, placement="agent", num_slots=24, num_ranks=2)
+    for slot_kind in ("pinned_host", "device"):
+        kind = "" if slot_kind == "pinned_host" else ", device slots"
+        yield Named(f"placement agent{kind}, idle", replace(agent, slot_kind=slot_kind))
+        yield Named(f"placement agent{kind}, busy long", replace(agent, slot_kind=slot_kind, busy="long"))
     yield from _both_lengths("dcp 8, 4 x 16 MiB", replace(base, num_slots=4, slot_bytes=16 * _MIB))
     for num_ranks in (8, 4):
         ranked = replace(base, num_ranks=num_ranks)
@@ -165,6 +171,11 @@ def print_goals(results: dict[str, TransferResult]) -> None:
         result = results.get(f"dcp 8, device slots, {what}")
         if result is not None:
             _goal(f"share of the wire, device slots, {what}", result.share_of_wire, "at least 0.95")
+    for kind in ("", ", device slots"):
+        result = results.get(f"placement agent{kind}, busy long")
+        if result is not None:
+            _goal(f"GB/s, placement agent{kind}, busy long", result.as_json()["goodput_gb_s"], "at least 47")
+            _goal(f"worker keeps, placement agent{kind}, busy long", result.rate_kept, "at least 0.92")
     chunks, alone = results.get("dcp 8, chunks"), results.get(f"dcp 8, {_SHORT} tokens")
     if chunks is not None and alone is not None:
         _goal("tail of chunks of 4096 / one such chunk alone", chunks.tail_s / alone.tail_s, "at most 1.2")
@@ -207,7 +218,7 @@ def _quick(named: Named) -> Named:
         case,
         num_tokens=case.num_tokens // 64,
         chunk_tokens=case.chunk_tokens // 64,
-        num_ranks=case.num_ranks // 4,
+        num_ranks=max(1, case.num_ranks // 4),
         num_layers=4,
         num_slots=min(case.num_slots, 16),
         slot_bytes=64 << 10,

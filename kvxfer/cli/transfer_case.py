@@ -62,12 +62,10 @@ class TransferCase:
                 f"--wire-gb-s: got {self.wire_gb_s:g} with transport {self.transport}, expected --transport loopback: "
                 "it alone holds writes as a wire would"
             )
-        if self.device == "cuda" and self.placement == "agent":
-            raise ConfigError("--placement: got agent, expected worker with --device cuda: agents map host pools only")
-        if self.placement == "worker" and self.mode in ("raw", "p2p"):
+        if (self.placement == "worker" or self.device == "cuda") and self.mode in ("raw", "p2p"):
             raise ConfigError(
-                f"--mode: got {self.mode}, expected packed, serial or auto with --placement worker: agents cannot read "
-                "the pools themselves"
+                f"--mode: got {self.mode}, expected packed, serial or auto with --placement worker or --device cuda: "
+                "engines and threads of agents cannot read the pools"
             )
         if self.verify == "full" and self.mode in ("raw", "p2p"):
             raise ConfigError(f"--verify: got full with mode {self.mode}, expected off: packed segments have checksums")

@@ -40,7 +40,7 @@ _CASE = TransferCase(
         (["--wire-gb-s", "50"], "--wire-gb-s: got 50 with transport nixl, expected --transport loopback"),
         (["--wire-gb-s", "0", "--transport", "loopback"], "--wire-gb-s: got 0, expected more than 0"),
         (["--descriptor-us", "1.4", "--transport", "loopback"], "--descriptor-us: got 1.4, expected --wire-gb-s"),
-        (["--device", "cuda", "--placement", "agent"], "--placement: got agent, expected worker with --device cuda"),
+        (["--device", "cuda", "--mode", "raw"], "--mode: got raw, expected packed, serial or auto"),
         (["--verify", "full", "--compare", "packed,raw"], "--verify: got full with mode raw, expected off"),
         (["--placement", "worker", "--compare", "packed,raw"], "--mode: got raw, expected packed, serial or auto"),
         (["--busy", "long"], "--busy: got long, expected none with --device cpu"),
