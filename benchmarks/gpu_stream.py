@@ -139,6 +139,7 @@ class Bench:
             DevicePool.of(self.pool),
             self.slots,
             max_ctas=case.max_ctas,
+            pull_ctas=case.max_ctas,
             num_streams=case.num_streams,
             staged_ctas=case.staged_ctas or STAGED_CTAS,
             priority=case.priority,

@@ -73,23 +73,26 @@ class CudaRowStream:
         max_ctas: int = SCATTER_CTAS,
         num_streams: int = NUM_STREAMS,
         staged_ctas: int = STAGED_CTAS,
+        pull_ctas: int = PULL_CTAS,
         priority: int = STREAM_PRIORITY,
     ) -> None:
         """Takes seconds where the kernels are not in Triton's cache. `max_ctas`: programs that move the rows of an
         entry, `GATHER_CTAS`, `SCATTER_CTAS` or `PULL_CTAS` by the way that rows go. Those copy a segment that is
-        checked, and `staged_ctas` programs move its rows. `priority` of the streams, as CUDA counts: 0 is that of most,
+        checked, and `staged_ctas` programs move its rows. Once a peer's pool of a GPU is there to be pulled from,
+        `pull_ctas` move the rows of every entry. `priority` of the streams, as CUDA counts: 0 is that of most,
         lower ones go first.
 
         Raises `EngineMissingError` where CUDA or its bindings are missing, `RegistrationError` where host memory
         cannot be locked, `TransportError` for what else the GPU refuses.
         """
-        if min(max_ctas, num_streams, staged_ctas) < 1:
-            got = f"{max_ctas}, {num_streams} and {staged_ctas}"
-            raise ContractError(f"max_ctas, num_streams, staged_ctas: got {got}, expected at least 1 each")
+        if min(max_ctas, num_streams, staged_ctas, pull_ctas) < 1:
+            got = f"{max_ctas}, {num_streams}, {staged_ctas} and {pull_ctas}"
+            raise ContractError(f"max_ctas, num_streams, staged_ctas, pull_ctas: got {got}, expected at least 1 each")
         self._gpu = gpu(pool.device_index)
         check_abilities(self._gpu)
         self._driver = cuda()
         self._ring = ring
+        self._pull_ctas = pull_ctas
         self._num_enqueued = 0
         self._is_closed = False
         self._registered: list[HostMemory] = []
@@ -126,6 +129,11 @@ class CudaRowStream:
             )
         address = memory.address if isinstance(memory, DevicePool) else self._register(memory)
         self._tables()[:, index] = address, memory.num_bytes
+        if index > MemoryIndex.SLOTS and isinstance(memory, DevicePool):
+            # Which order an entry gets is open when it is launched. As few programs as fill the bus have too few bytes
+            # on their way to fill a link between GPUs, or a GPU's memory; more than needed scatter as well.
+            for track in self._tracks:
+                track.set_ctas(self._pull_ctas)
 
     def _tables(self) -> Int64Array:
         """`[num_streams, MAX_MEMORIES, 2]` int64: address and bytes of each memory as each stream sees it."""

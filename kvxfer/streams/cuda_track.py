@@ -75,11 +75,18 @@ class Launch:
         self.values = (ctypes.c_int64 * kernel.num_params)()
         first = ctypes.addressof(self.values)
         self._pointers = (ctypes.c_void_p * kernel.num_params)(*range(first, first + 8 * kernel.num_params, 8))
+        self._kernel = kernel
+        self._stream = stream
+        self._driver = cuda()
+        self.set_ctas(num_ctas)
+
+    def set_ctas(self, num_ctas: int) -> None:
+        """Later launches are of so many programs."""
+        kernel = self._kernel
         self._arguments = (
             *(kernel.function, num_ctas, 1, 1, kernel.num_threads, 1, 1, kernel.shared_bytes),
-            *(stream, ctypes.addressof(self._pointers), 0),
+            *(self._stream, ctypes.addressof(self._pointers), 0),
         )
-        self._driver = cuda()
 
     def __call__(self) -> None:
         check("cuLaunchKernel", self._driver.cuLaunchKernel(*self._arguments))
@@ -176,6 +183,10 @@ class Track:
         done_address = self._address + done_offset_bytes(number)
         writing = driver.cuStreamWriteValue64(stream, done_address, done_value(number), WRITE_DEFAULT)
         check("cuStreamWriteValue64", writing)
+
+    def set_ctas(self, num_ctas: int) -> None:
+        """Rows of entries that are enqueued later are moved by so many programs."""
+        self._move.set_ctas(num_ctas)
 
     def launch(self, number: int) -> None:
         """Carry out the order that entry `number` has. The context is current. Raises `TransportError`."""

@@ -105,6 +105,8 @@ class FakeCuda:
         self.streams: dict[int, Stream] = {0: Stream()}
         self.num_events = 0
         self.num_checks = 0
+        self.num_ctas: dict[bytes, int] = {}
+        """Of the last launch of each kernel."""
         self.priorities: list[int] = []
         self.scratch: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._staged: dict[int, tuple[int, ...]] = {}
@@ -269,6 +271,7 @@ class FakeCuda:
         addresses = (ctypes.c_void_p * {b"stage": 11, b"check": 5, b"move": 7}[function]).from_address(pointers)
         *values, first_null, second_null = (_word(address or 0).value for address in addresses)
         assert first_null == second_null == 0
+        self.num_ctas[function] = grid[0]
         kernels: dict[bytes, Callable[..., bool]] = {b"stage": self._stage, b"check": self._check, b"move": self._move}
         self.streams[stream].push(partial(kernels[function], grid[0], *values))
         return OK

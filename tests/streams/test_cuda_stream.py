@@ -255,6 +255,20 @@ def test_pools_that_cannot_be(address: int, num_bytes: int, device_index: int) -
         DevicePool(address, num_bytes, device_index)
 
 
+def test_pools_of_peers_are_pulled_from_by_many_programs(owner: Owner, cuda: FakeCuda) -> None:
+    owner.enqueue(1)
+    owner.run(0)
+    owner.wait_done(0)
+    assert cuda.num_ctas[b"move"] == cuda_stream.SCATTER_CTAS
+    with HostMemory.create(NUM_BYTES, "peer") as peer:
+        owner.stream.set_memory(2, DevicePool(peer.address, NUM_BYTES, 0))
+        owner.enqueue(1)
+        owner.run(1)
+        owner.wait_done(1)
+        assert cuda.num_ctas[b"move"] == cuda_stream.PULL_CTAS
+        owner.stream.close()
+
+
 def test_memory_for_another_gpu_is_refused(cuda: FakeCuda) -> None:  # noqa: ARG001 - installs the fake
     owner = Owner()
     with pytest.raises(ContractError, match=r"^memory 2: got memory for GPU 1, expected it for GPU 0"):
