@@ -1,11 +1,12 @@
-"""What one descriptor a row costs between two processes on one GPU, beside one descriptor a slot: NIXL over UCX.
+"""What one descriptor a row costs between two processes on a GPU, beside one descriptor a slot: NIXL over UCX.
 
-`python -m benchmarks.gpu_nixl [--rows N] [--slots N] [--repeat N] [--json FILE] [--quick]`
+`python -m benchmarks.gpu_nixl [--rows N] [--slots N] [--repeat N] [--target-gpu N] [--json FILE] [--quick]`
 
 Both go through the transport that agents use, out of memory that the writing process allocated, as agents allocate
 slots on a GPU: rows of 1152 bytes, eight apart as a rank of DCP 8 owns them, and slots of 8 MiB, up to eight at a time.
 Beside them stands what UCX does with other memory: such as `allocate_pool` makes, and such as another process has
-allocated. `--quick` tries the command on memory of the host.
+allocated. With `--target-gpu` both go from GPU 0 to another one, and other memory is left out. `--quick` tries the
+command on memory of the host.
 """
 
 from __future__ import annotations
@@ -78,12 +79,12 @@ def measure(name: str, writer: Peer, target: Peer, writes: list[Entries], repeat
     return Result(name, size, len(descriptors), gb_s, written.path, problem)
 
 
-def run(num_rows: int, num_writes: int, repeats: int, kind: Kind, slot_bytes: int) -> list[Result]:
+def run(num_rows: int, num_writes: int, repeats: int, kind: Kind, slot_bytes: int, target_gpu: int = 0) -> list[Result]:
     """Both ways between memories as agents have them."""
     num_bytes = NUM_SLOTS * slot_bytes + PROBE_BYTES
     with ExitStack() as stack:
         writer = stack.enter_context(Peer("nixl", kind, NUM_SLOTS, slot_bytes))
-        target = stack.enter_context(Peer("nixl", kind, NUM_SLOTS, slot_bytes))
+        target = stack.enter_context(Peer("nixl", kind, NUM_SLOTS, slot_bytes, gpu_index=target_gpu))
         return [
             measure("one descriptor a row", writer, target, [rows(num_rows)], repeats, num_bytes),
             measure("one descriptor a slot", writer, target, slots(num_writes, slot_bytes), repeats, num_bytes),
@@ -119,6 +120,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=8192, help="rows in one write, at most 8192")
     parser.add_argument("--slots", type=int, default=64, help="slots written in one repeat")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--target-gpu", type=int, default=0, help="GPU of the process that is written to")
     parser.add_argument("--json", type=Path, help="write all results into this file")
     parser.add_argument("--quick", action="store_true", help="memory of the host, few rows, small slots")
     options = parser.parse_args()
@@ -127,11 +129,13 @@ def main() -> int:
         main_results = run(64, NUM_SLOTS, 1, "host", 256 << 10)
     else:
         try:
-            gpu(0)
+            gpu(options.target_gpu)
         except TransportError as error:
             parser.error(f"{error}; or try --quick")
-        main_results = run(options.rows, options.slots, options.repeat, "device", SLOT_BYTES)
-        others = run_other_memory(options.slots // 4, 2)
+        target_gpu: int = options.target_gpu
+        main_results = run(options.rows, options.slots, options.repeat, "device", SLOT_BYTES, target_gpu)
+        if target_gpu == 0:
+            others = run_other_memory(options.slots // 4, 2)
     results = [*main_results, *others]
     _say("| writes | descriptor | descriptors | GB/s | path | |\n|---|---|---|---|---|---|")
     for result in results:

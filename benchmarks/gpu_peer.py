@@ -68,8 +68,10 @@ class Peer:
         options: dict[str, object] | None = None,
         handle: str = "",
         fd: int = -1,
+        gpu_index: int = 0,
     ) -> None:
-        """Start it; `handle`, with `fd` where it has one, names memory of another process for kind `imported`."""
+        """Start it; `handle`, with `fd` where it has one, names memory of another process for kind `imported`. Other
+        memory of a GPU lies on the one of `gpu_index`."""
         self.name = uuid.uuid4().hex
         arguments = {
             "name": self.name,
@@ -80,6 +82,7 @@ class Peer:
             "options": options or {},
             "handle": handle,
             "fd": fd,
+            "gpu_index": gpu_index,
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu_peer", json.dumps(arguments)],
@@ -165,28 +168,38 @@ class _Process:
         options: dict[str, object],
         handle: str,
         fd: int,
+        gpu_index: int,
     ) -> None:
         on_gpu = kind != "host"
         self._config = SlotConfig(
-            num_slots=num_slots, slot_bytes=slot_bytes, kind="device" if on_gpu else "pinned_host"
+            num_slots=num_slots,
+            slot_bytes=slot_bytes,
+            kind="device" if on_gpu else "pinned_host",
+            gpu=gpu_index,
         )
         self.memory: SlotMemory | MappedPool
         if kind == "vmm":
-            self.memory = allocate_pool(num_slots * slot_bytes, 0)
+            self.memory = allocate_pool(num_slots * slot_bytes, gpu_index)
         elif kind == "imported":
             decoded = msgspec.json.decode(base64.b64decode(handle), type=PoolHandle)
             self.memory = map_pool(decoded, fd if fd >= 0 else None)
         else:
             self.memory = SlotMemory(self._config)
-        gpu_index = 0 if on_gpu else -1
-        self.transport = create_transport(transport, incarnation=name, options=options, gpu_index=gpu_index)
+        self._gpu_index = gpu_index if on_gpu else -1
+        self.transport = create_transport(transport, incarnation=name, options=options, gpu_index=self._gpu_index)
         self.descriptor = self.transport.register(self._region())
 
     def _region(self) -> Region:
         if isinstance(self.memory, SlotMemory):
             return self.memory.region
         pool = self.memory.pool
-        return Region(pool.address, pool.num_bytes, kind=MemoryKind.DEVICE, handle=self.memory.handle)
+        return Region(
+            pool.address,
+            pool.num_bytes,
+            kind=MemoryKind.DEVICE,
+            device_index=pool.device_index,
+            handle=self.memory.handle,
+        )
 
     def metadata(self) -> str:
         return self.transport.metadata().hex()
@@ -242,7 +255,7 @@ class _Process:
         if isinstance(self.memory, SlotMemory) and isinstance(self.memory.memory, HostMemory):
             self.memory.memory.array[:] = array
             return
-        with gpu(0):
+        with gpu(self._gpu_index):
             check("cuMemcpyHtoD", cuda().cuMemcpyHtoD(self._region().address, array.ctypes.data, array.size))
 
     def digest(self) -> str:
@@ -251,7 +264,7 @@ class _Process:
         if isinstance(self.memory, SlotMemory) and isinstance(self.memory.memory, HostMemory):
             array[:] = self.memory.memory.array
         else:
-            with gpu(0):
+            with gpu(self._gpu_index):
                 check("cuMemcpyDtoH", cuda().cuMemcpyDtoH(array.ctypes.data, self._region().address, array.size))
         return digest(array)
 
@@ -271,7 +284,7 @@ class _Process:
 
     def free_bytes(self) -> int:
         """Memory of the GPU that nobody has."""
-        with gpu(0):
+        with gpu(self._gpu_index):
             free_bytes, _ = check("cuMemGetInfo", cuda().cuMemGetInfo())
         return int(free_bytes)
 

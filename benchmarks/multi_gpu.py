@@ -71,7 +71,8 @@ def all_parts(num_gpus: int, *, quick: bool) -> list[Part]:
     ]
     if not quick:
         stream = ("benchmarks.gpu_stream", "--only", "peers", "--json", _FACTS)
-        parts.insert(1, Part("stream", stream, 40.0))
+        rows = ("benchmarks.gpu_nixl", "--target-gpu", "1", "--repeat", "3", "--json", _FACTS)
+        parts[1:1] = [Part("stream", stream, 40.0), Part("rows", rows, 40.0)]
     device = ("--device", "cpu") if quick else ()
     for world in (2, 4, 8):
         if world <= num_gpus:

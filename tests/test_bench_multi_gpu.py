@@ -35,7 +35,16 @@ def test_cases_can_be_run(num_gpus: int, sizes: list[int]) -> None:
 @pytest.mark.parametrize(("num_gpus", "worlds"), [(2, [2]), (4, [2, 4]), (8, [2, 4, 8])])
 def test_parts_follow_the_gpus(num_gpus: int, worlds: list[int]) -> None:
     names = [part.name for part in multi_gpu.all_parts(num_gpus, quick=False)]
-    assert names == ["pulls", "stream", "slots", "judge", "peers", *(f"combine {world}" for world in worlds), "merge"]
+    assert names == [
+        "pulls",
+        "stream",
+        "rows",
+        "slots",
+        "judge",
+        "peers",
+        *(f"combine {world}" for world in worlds),
+        "merge",
+    ]
 
 
 def test_what_becomes_of_parts(tmp_path: Path) -> None:
