@@ -105,6 +105,8 @@ class SlotTable:
 
     def num_quarantined(self, peer: str) -> int:
         """How many slots wait for `peer`."""
+        if not self._quarantine:
+            return 0
         return sum(1 for owner in self._quarantine.values() if owner == peer)
 
     def release_quarantine(self) -> int:

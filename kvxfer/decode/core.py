@@ -271,7 +271,9 @@ class DecodeCore:
         leg.num_rows += chunk.source.plan.num_rows
         leg.num_bytes += chunk.source.plan.num_bytes
         leg.num_segments += chunk.source.plan.num_segments
-        if isinstance(message, PullChunk):
+        if isinstance(message, Chunk):
+            leg.num_to_scatter += chunk.num_missing
+        else:
             self._moves.pull(receive, leg, message, src_addresses)
         self._life.advance(receive, now)
 
@@ -291,6 +293,7 @@ class DecodeCore:
             return
         chunk.has_come[message.segment] = 1
         chunk.num_missing -= 1
+        leg.num_to_scatter -= 1
         self._moves.scatter(receive, leg, chunk, message)
 
     # ---- ends of operations, time ----

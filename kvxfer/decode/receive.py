@@ -70,6 +70,7 @@ class ReceiveLeg:
     num_rows: int = 0
     num_bytes: int = 0
     num_segments: int = 0
+    num_to_scatter: int = 0  # announced segments that have not come, but for those that are pulled
     finished: Finished | None = None
     asked_at: float = 0.0  # when it was last heard, queried or told to stop
 
@@ -120,7 +121,7 @@ class Receive:
         """Announced segments that have not come and may still be put into pages."""
         if not self.is_open:
             return 0
-        return sum(chunk.num_missing for leg in self.legs for chunk in leg.chunks.values() if not chunk.is_pulled)
+        return sum(leg.num_to_scatter for leg in self.legs)
 
     @property
     def has_ended(self) -> bool:

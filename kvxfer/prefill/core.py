@@ -249,7 +249,7 @@ class PrefillCore:
             return
         leg.num_credited += len(slots)
         self._life.sender.credit(leg, slots, now)
-        self._life.advance(transfer, now)
+        self._life.advance_leg(transfer, leg, now)
 
     def _grant(self, peer: Peer, grant: Grant, now: float) -> None:
         peer.raise_floor(grant.floor)
@@ -314,7 +314,8 @@ class PrefillCore:
             self._life.fail(transfer, Reason.GATHER_FAILED, error, now)
             return
         self._life.num_fallbacks += go_raw
-        self._life.advance(transfer, now)
+        for leg in legs:
+            self._life.advance_leg(transfer, leg, now)
 
     def write_ended(self, operation: int, outcome: Outcome, detail: str, now: float) -> None:
         """A write has ended, or was never posted (`FAILED`)."""
@@ -324,7 +325,7 @@ class PrefillCore:
             reason = Reason.WRITE_FAILED if outcome is Outcome.FAILED else Reason.WRITE_UNKNOWN
             self._life.fail(transfer, reason, detail, now)
         else:
-            self._life.advance(transfer, now)
+            self._life.advance_leg(transfer, leg, now)
 
     def rotated(self, now: float) -> None:
         """The engine object was replaced and has reported its writes: nothing can use a quarantined slot any more."""

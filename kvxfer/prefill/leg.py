@@ -111,6 +111,7 @@ class Leg:
     cancel: CancelFlag = field(default_factory=CancelFlag)
     unready: list[UnreadyChunk] = field(default_factory=list)
     works: deque[ChunkWork] = field(default_factory=deque)  # with segments that hold no slot yet
+    num_unpacked: int = 0  # segments, in `works` and `unready`, that are still to be packed
     packed: deque[Packed] = field(default_factory=deque)
     credits: deque[int] = field(default_factory=deque)
     written: list[Segment] = field(default_factory=list)  # notices of what arrived
@@ -128,6 +129,7 @@ class Leg:
     num_held: int = 0  # sender slots, or raw segments, between lease and end of write
     num_emitted: int = 0
     num_ended: int = 0
+    alike: list[Leg] = field(default_factory=list)  # legs of the transfer that send the same rows, this one among them
     lease: tuple[int, int] | None = None  # word and value under which the peer may pull
     pulling: set[int] = field(default_factory=set)  # chunks that the peer was told to pull and has not reported
     is_sending: bool = False  # mode serial: the packed segments go out, nothing more is packed
@@ -149,9 +151,7 @@ class Leg:
         return self.state not in (LegState.FINISHED, LegState.QUIET)
 
     def segments_to_gather(self) -> dict[int, int]:
-        """By chunk, the segments that are still to be packed."""
-        if self.mode is Mode.RAW:
-            return {}
+        """By chunk, the segments that are still to be packed: `num_unpacked` in all."""
         works = [*self.works, *(each.what for each in self.unready if isinstance(each.what, ChunkWork))]
         return {work.chunk: work.num_waiting for work in works}
 

@@ -89,6 +89,13 @@ class Lifecycle:
             self.leases.revoke(leg.lease[0])
             leg.lease = None
 
+    def advance_leg(self, transfer: Transfer, leg: Leg, now: float) -> None:
+        """`advance` where nothing has happened but to one leg: as long as that has rows to be read, it cannot finish,
+        and it holds the transfer's events back."""
+        self._pump_at = now
+        if leg.state is not LegState.ACTIVE or transfer.reason is not None or not leg.reads_pool:
+            self.advance(transfer, now)
+
     def advance(self, transfer: Transfer, now: float) -> None:
         """Do all that has become possible: finished legs, events; operations when actions are taken."""
         self._pump_at = now

@@ -69,6 +69,7 @@ def plan_for_leg(life: Lifecycle, transfer: Transfer, leg: Leg, chunk: Submitted
     else:
         life.send(leg, announcement)
         what = ChunkWork(chunk.chunk, SegmentSource(plan, addresses))
+        leg.num_unpacked += plan.num_segments
     if plan.num_segments and chunk.ready > life.timeline:
         leg.unready.append(UnreadyChunk(chunk.ready, what))
     else:
@@ -148,5 +149,5 @@ def look_ahead(life: Lifecycle) -> Outlook:
     """The outlook now."""
     num_emitted = sum(isinstance(action, Gather) for action in life.outbox)
     num_planned = sum(transfer.num_gathers_to_come for transfer in life.transfers.values())
-    legs = [leg for transfer in life.transfers.values() for leg in transfer.legs.values()]
-    return Outlook(num_emitted + num_planned, min((each.ready for leg in legs for each in leg.unready), default=0))
+    unready = [leg.unready for transfer in life.transfers.values() for leg in transfer.legs.values() if leg.unready]
+    return Outlook(num_emitted + num_planned, min((each.ready for of_leg in unready for each in of_leg), default=0))

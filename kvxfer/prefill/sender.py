@@ -149,6 +149,7 @@ class Sender:
         """Nothing of `leg` is emitted any more; what is packed and waits for a credit gives its slot back."""
         leg.cancel.is_set = True
         leg.works.clear()
+        leg.num_unpacked = 0
         if leg in self._turns:
             self._turns.remove(leg)
         while leg.packed:
@@ -157,8 +158,9 @@ class Sender:
 
     def _next_leg(self) -> Leg | None:
         """The next leg, in turn, that may hold one more slot; None where there is none, or no slot is free."""
+        has_slot = self.slots.num_free > 0
         for leg in self._turns:
-            if self._has_room(leg) and self._serial.may_pack(leg):
+            if (has_slot or leg.mode is Mode.RAW) and self._has_room(leg) and self._serial.may_pack(leg):
                 self._turns.remove(leg)
                 self._turns.append(leg)
                 return leg
@@ -201,19 +203,19 @@ class Sender:
         """Legs of the same transfer that need the very same segment now: it is gathered once for all of them."""
         return [
             other
-            for other in self._turns
+            for other in leg.alike
             if other is not leg
+            and other.works  # it has its turn, too
             and other.mode is leg.mode
-            and other.transfer == leg.transfer
             and other.works[0].chunk == work.chunk
             and other.works[0].next_segment == segment
-            and other.sends_alike(leg)
         ]
 
     def _advance(self, leg: Leg) -> None:
         work = leg.works[0]
         work.next_segment += 1
         leg.num_leased += 1
+        leg.num_unpacked -= 1
         self._hold(leg)
         self._advanced.append(leg)
         if work.num_waiting == 0:

@@ -71,24 +71,25 @@ class RingWatch:
 
     def _run(self) -> None:
         told: Awaited | None = None  # has come, and the loop was woken for it
+        last: Awaited | None = None  # looked at last
         num_idle = 0
         while not self._is_closed:
             awaited = self._awaited
+            num_idle = num_idle + 1 if awaited is last else 0
+            last = awaited
             if awaited is None or awaited is told:
-                num_idle = 0
-                self._sleep(awaited, None)
+                # A loop that is at work will soon wait again, and to be woken by it costs more than some naps.
+                nap_s, is_over = _nap_s(num_idle, is_urgent=True), True
             elif awaited.has_come(self._ring):
                 told = awaited
                 self._wake()
+                continue
             else:
-                num_idle += 1
-                nap_s = _nap_s(num_idle, is_urgent=awaited.is_urgent)
-                if nap_s > _FIRST_NAP_S:
-                    self._sleep(awaited, nap_s)
-                else:
-                    time.sleep(nap_s)
-                if self._awaited is not awaited:
-                    num_idle = 0
+                nap_s, is_over = _nap_s(num_idle, is_urgent=awaited.is_urgent), False
+            if nap_s <= _FIRST_NAP_S:
+                time.sleep(nap_s)
+            else:
+                self._sleep(awaited, None if is_over else nap_s)
 
     def _sleep(self, awaited: Awaited | None, timeout_s: float | None) -> None:
         """Sleep until something else than `awaited` is awaited, for at most `timeout_s`."""

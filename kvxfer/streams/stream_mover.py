@@ -188,7 +188,8 @@ class StreamMover:
         self._take_checked()
         self._end_done()
         self._cancel()
-        self._advance()
+        if self._error is None:
+            self._give()
         ended, self._ended = self._ended, []
         return ended
 
