@@ -7,6 +7,7 @@ In order: `build_model`, `generated_tokens`, `prefill_chunks`, `DecodeRank` (one
 """
 
 import math
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -86,13 +87,17 @@ class PrefillChunk:
     next_token: int
 
 
+# Its name has changed between versions of transformers.
+_CACHE = "cache" if "cache" in inspect.signature(DeepseekV3ForCausalLM.forward).parameters else "past_key_values"
+
+
 @torch.no_grad()
 def prefill_chunks(model: DeepseekV3ForCausalLM, prompt: Sequence[int], chunk_tokens: int) -> Iterator[PrefillChunk]:
     """Prefills `chunk_tokens` at a time, each chunk with the model's own attention over those before it."""
     cache = DynamicCache(config=model.config)
     for first in range(0, len(prompt), chunk_tokens):
         end = min(first + chunk_tokens, len(prompt))
-        logits = model(torch.tensor([list(prompt[first:end])]), cache=cache, use_cache=True).logits
+        logits = model(torch.tensor([list(prompt[first:end])]), use_cache=True, **{_CACHE: cache}).logits
         rows = [torch.cat((layer.keys[0, 0], layer.values[0, 0]), dim=-1)[first:end] for layer in cache.layers]
         yield PrefillChunk(first, end, rows, int(logits[0, -1].argmax()))
 
