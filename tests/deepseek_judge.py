@@ -6,8 +6,8 @@ and `DecodeRank` (nothing, or agents that move the rows) must not change a token
 In order: `build_model`, `generated_tokens`, `prefill_chunks`, `DecodeRank` (one a rank), `decode_tokens`.
 """
 
-import math
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
