@@ -54,6 +54,15 @@ class Move:
     row_sum: RowSum | None = None  # only for an executor that sums gathers or checks scatters
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerRows:
+    """The rows of a chunk in a peer's pool of `num_bytes`, which whoever moves rows has mapped under `index`."""
+
+    index: int
+    num_bytes: int
+    addresses: tuple[BlockAddresses, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Moved:
     """A move has ended. `was_begun` is False where its cancel flag was set in time."""
@@ -112,6 +121,11 @@ class RowExecutor(Protocol):
 
     def scatter(self, move: Move, slot: int, look: Callable[[], object] | None) -> None:
         """Put the segment that lies in `slot` into its rows, after `look`, called in a thread, has raised nothing."""
+        ...
+
+    def pull(self, move: Move, src: PeerRows, look: Callable[[], object]) -> None:
+        """Copy a whole chunk, whatever segment `move` names, out of a peer's pool into its rows, then call `look` in a
+        thread: what that raises makes the rows worthless."""
         ...
 
     def look(self) -> list[Moved]:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from kvxfer.operations import CancelFlag, Move, Moved, SegmentSource, failed
+from kvxfer.operations import CancelFlag, Move, Moved, PeerRows, SegmentSource, failed
+from kvxfer.rows_copy import copy_part
 from kvxfer.rows_host import ByteArray, gather_segment, scatter_segment
 
 
@@ -43,6 +44,13 @@ class RowMover:
         `poll()`. What `move` raises becomes the error of that."""
         future = self._pool.submit(_run, cancel, move)
         future.add_done_callback(partial(self._ended, operation, segment))
+
+    def submit_all(self, operation: int, cancel: CancelFlag, moves: list[Callable[[], object]]) -> None:
+        """As `submit`, for `moves` that together are one operation: its `Moved` comes when the last of them has ended.
+        There is at least one."""
+        parts = _Parts(operation, len(moves))
+        for move in moves:
+            self._pool.submit(_run, cancel, move).add_done_callback(partial(self._part_ended, parts))
 
     def poll(self) -> list[Moved]:
         """Moves that have ended since the last call."""
@@ -78,6 +86,41 @@ class RowMover:
         ran = future.result()
         self.report(Moved(operation, 0.0, None, False) if ran is None else Moved(operation, ran[0], None, True, ran[1]))
 
+    def _part_ended(self, parts: _Parts, future: Future[tuple[float, object] | None]) -> None:
+        if future.cancelled():
+            return  # the mover is being closed
+        with self._lock:
+            is_last = parts.end(future)
+        if is_last:
+            self.report(parts.moved())
+
+
+class _Parts:
+    """An operation that several threads perform."""
+
+    def __init__(self, operation: int, num_parts: int) -> None:
+        self._operation = operation
+        self._num_open = num_parts
+        self._problem: BaseException | None = None
+        self._busy_s = 0.0
+        self._was_begun = False
+
+    def end(self, future: Future[tuple[float, object] | None]) -> bool:
+        """A part has ended; whether it was the last."""
+        self._num_open -= 1
+        self._problem = self._problem or future.exception()
+        ran = None if future.exception() is not None else future.result()
+        if ran is not None:
+            self._was_begun = True
+            self._busy_s += ran[0]
+        return self._num_open == 0
+
+    def moved(self) -> Moved:
+        """What has become of all."""
+        if self._problem is not None:
+            return failed(self._operation, 0, self._problem)
+        return Moved(self._operation, self._busy_s, None, self._was_begun)
+
 
 class HostExecutor:
     """Moves rows of a pool that is mapped here, by the threads of a `RowMover`. Owns nothing."""
@@ -92,6 +135,8 @@ class HostExecutor:
         self._mover = mover
         self._pool = pool
         self._slot_view = slot_view
+        self.peers: dict[int, ByteArray] = {}
+        """`[num_bytes]` uint8 of each peer's pool that is mapped here, by index."""
 
     def gather(self, move: Move, slot: int, look: Callable[[], object] | None) -> None:
         """`RowExecutor.gather`."""
@@ -102,6 +147,12 @@ class HostExecutor:
         """`RowExecutor.scatter`."""
         work = partial(_scatter, self._pool, move.source, move.segment, self._slot_view(slot), look)
         self._mover.submit(move.operation, move.segment, move.cancel, work)
+
+    def pull(self, move: Move, src: PeerRows, look: Callable[[], object]) -> None:
+        """`RowExecutor.pull`, in as many parts as the chunk has segments."""
+        src_pool, num_parts = self.peers[src.index], move.source.plan.num_segments
+        pull_part = partial(_pull, src_pool, src, self._pool, move.source, num_parts, look)
+        self._mover.submit_all(move.operation, move.cancel, [partial(pull_part, idx) for idx in range(num_parts)])
 
     def hold(self, is_held: bool) -> None:
         """Each move asks where its slot lies: nothing is held."""
@@ -134,6 +185,19 @@ def _scatter(
     result = None if look is None else look()
     scatter_segment(pool, source.plan, source.addresses, segment, slot)
     return result
+
+
+def _pull(
+    src_pool: ByteArray,
+    src: PeerRows,
+    pool: ByteArray,
+    dst: SegmentSource,
+    num_parts: int,
+    look: Callable[[], object],
+    part_idx: int,
+) -> None:
+    copy_part(src_pool, src.addresses, pool, dst.addresses, dst.plan, part_idx, num_parts)
+    look()
 
 
 def _run(cancel: CancelFlag, move: Callable[[], object]) -> tuple[float, object] | None:

@@ -17,19 +17,17 @@ from kvxfer.control.channel import Channel, HasFileno, Selector
 from kvxfer.control.codec import split, unpack
 from kvxfer.control.handoff_listener import ReceivedPool
 from kvxfer.control.ids import new_id
-from kvxfer.control.messages import Message, TransferEvent
-from kvxfer.control.shared_memory import as_device_pool
-from kvxfer.errors import HandoffError, KvxferError, ProtocolError, TransportError
+from kvxfer.control.messages import Message, PeerPoolMapped, PeerPoolUnmapped, TransferEvent
+from kvxfer.errors import KvxferError, ProtocolError, TransportError
 from kvxfer.operations import Moved, RowExecutor
 from kvxfer.ops.config import OpsConfig, SlotConfig, TransportConfig
 from kvxfer.ops.health import Ops, Pulse
 from kvxfer.ops.tracing import Trace
-from kvxfer.row_mover import HostExecutor, RowMover
+from kvxfer.peer_pools import PeerPools
+from kvxfer.row_mover import RowMover
+from kvxfer.row_opening import open_rows
 from kvxfer.rows_host import ByteArray
 from kvxfer.slot_memory import SlotMemory
-from kvxfer.streams.device import DevicePool
-from kvxfer.streams.own_mover import OwnStreamMover
-from kvxfer.streams.stream_mover import StreamMover
 from kvxfer.transports.base import Transport
 from kvxfer.transports.registry import create_transport
 from kvxfer.worker_desk import WorkerAgent, WorkerDesk
@@ -91,6 +89,8 @@ class Sidecar:
         self._handlers: dict[int, Callable[[float], None]] = {}
         self._selector = Selector()
         with ExitStack() as stack:
+            self.peers: PeerPools | None = None
+            """Pools that rows of the worker's pool can be pulled from; as long as there is an executor of its rows."""
             self.desk = WorkerDesk(
                 agent,
                 socket_dir,
@@ -100,8 +100,10 @@ class Sidecar:
                 has_gpu_slots=slots.kind == "device",
                 checks_segments=checks_segments,
                 call=lambda work: self.mover.call(work),
+                hear_of_peer=self._hear_of_peer,
             )
             stack.callback(self.desk.close)
+            stack.callback(self._close_peers)
             self.slots = SlotMemory.at_start(slots)
             stack.callback(lambda: self.slots.close())
             stack.callback(self._close_left)
@@ -206,6 +208,8 @@ class Sidecar:
                 self.desk.poll_handoffs(now)
                 self._agent.tick(now)
             self._agent.perform(now)
+            if self.peers is not None:
+                self.peers.advance()
             self.desk.send()
             self.desk.swap_pools()
 
@@ -304,24 +308,15 @@ class Sidecar:
         return self.desk.seat.array()
 
     def _open_rows(self, pool: ReceivedPool) -> RowExecutor:
-        if pool.ring is None:
-            return HostExecutor(self.mover, self.pool_array(), lambda slot: self.slots.view(slot))
-        if pool.device is not None:
-            from kvxfer.streams.staged_stream import StagedRowStream  # CUDA: only where a pool lies on a GPU
+        self._close_peers()  # of the worker before
+        rows, self.peers = open_rows(pool, self.mover, lambda: self.slots, self.desk)
+        return rows
 
-            slots = as_device_pool(self.slots.memory)
-            if isinstance(slots, DevicePool) and slots.device_index != pool.device.pool.device_index:
-                raise HandoffError(
-                    f"pool: got one on GPU {pool.device.pool.device_index}, expected GPU {slots.device_index}, where "
-                    "the slots of this agent lie: set slots.gpu in its configuration"
-                )
-            stream = StagedRowStream(pool.ring, pool.device.pool, slots)
-            sizes = {"pool_bytes": pool.num_bytes, "slot_bytes": self.slots.slot_bytes}
-            return OwnStreamMover(pool.ring, stream, self.mover, **sizes)
-        return StreamMover(
-            pool.ring,
-            self.mover,
-            pool_bytes=pool.num_bytes,
-            slot_bytes=self.slots.slot_bytes,
-            want_entries=self.desk.want_entries,
-        )
+    def _hear_of_peer(self, word: PeerPoolMapped | PeerPoolUnmapped) -> None:
+        if self.peers is not None:
+            self.peers.hear(word)
+
+    def _close_peers(self) -> None:
+        if self.peers is not None:
+            self.peers.close()
+            self.peers = None

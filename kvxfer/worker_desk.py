@@ -15,17 +15,20 @@ from kvxfer.control.channel import Channel, WorkerListener
 from kvxfer.control.codec import encode
 from kvxfer.control.device_handoff import CallInThread
 from kvxfer.control.handoff_listener import HandoffListener, LostPool, ReceivedPool, RefusedHandoff
+from kvxfer.control.handoff_messages import PeerWord
 from kvxfer.control.messages import (
     AttachWorker,
     Message,
     MoreEntries,
     Ok,
+    PeerPoolMapped,
+    PeerPoolUnmapped,
     Refused,
     SlotsMapped,
     TransferEvent,
     WorkerReply,
 )
-from kvxfer.control.shared_memory import as_device_pool
+from kvxfer.control.shared_memory import HeldMemory, as_device_pool
 from kvxfer.errors import KvxferError, RefusedError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
@@ -73,11 +76,13 @@ class WorkerDesk:
         open_rows: Callable[[ReceivedPool], RowExecutor],
         has_gpu_slots: bool,
         call: CallInThread,
+        hear_of_peer: Callable[[PeerPoolMapped | PeerPoolUnmapped], None],
         checks_segments: bool = False,
     ) -> None:
         """Listen. `slots` tells where the agent's slots are now, on a GPU with `has_gpu_slots`; `open_rows` makes the
-        executor of a pool; `call` runs something in a thread. With `checks_segments` streams are to check segments
-        before they scatter them. Raises `ConfigError`."""
+        executor of a pool; `call` runs something in a thread; `hear_of_peer` gets what the worker says of peers' pools.
+        With `checks_segments` streams are to check segments before they scatter them. Raises `ConfigError`."""
+        self._hear_of_peer = hear_of_peer
         self.seat = PoolSeat(open_rows, log)
         self.channel = WorkerListener(socket_dir)
         try:
@@ -94,6 +99,7 @@ class WorkerDesk:
         self._num_events = 0  # that this worker was sent
         self._events: deque[TransferEvent] = deque()  # for the worker: at most two a transfer that it opened
         self._num_entries: int | None = None  # that the worker is to be asked for
+        self._peer_words: deque[tuple[PeerWord, HeldMemory | None]] = deque()  # for the worker
         self._move_told = 0  # the last move of the slots that the worker has heard of
 
     @property
@@ -107,6 +113,7 @@ class WorkerDesk:
         if self._worker is not None and self.seat.pool is not None:
             self.handoffs.say_last(self.seat.pool.pool, self._num_events)
         self._worker = None
+        self._drop_peer_words()
         self.handoffs.close()
         self.channel.close()
         self.seat.close()
@@ -124,8 +131,14 @@ class WorkerDesk:
         self._num_entries = num_entries
         self.send()
 
+    def tell_of_peer(self, word: PeerWord, memory: HeldMemory | None) -> None:
+        """Say `word` to the stream's owner; `memory`, which goes along, is this object's from now on."""
+        self._peer_words.append((word, memory))
+        self.send()
+
     def send(self) -> None:
         """Send what waits for the worker, as far as it takes it."""
+        self._send_peer_words()
         if self._worker is not None and self._num_entries is not None:
             # Before the answer to the request that needs them: the worker enqueues them within that call.
             if not self.channel.send(self._worker, encode(MoreEntries(num_entries=self._num_entries))):
@@ -136,6 +149,22 @@ class WorkerDesk:
                 return
             self._events.popleft()
             self._num_events += 1
+
+    def _send_peer_words(self) -> None:
+        pool = self.seat.pool
+        while pool is not None and self._peer_words:
+            word, memory = self._peer_words[0]
+            if not self.handoffs.tell_of_peer(pool.pool, word, [] if memory is None else memory.fds()):
+                return
+            self._peer_words.popleft()
+            if memory is not None:
+                memory.close()
+
+    def _drop_peer_words(self) -> None:
+        for _, memory in self._peer_words:
+            if memory is not None:
+                memory.close()
+        self._peer_words.clear()
 
     def receive(self, drain: Drain, now: float) -> None:
         """Serve the requests that have arrived."""
@@ -177,6 +206,9 @@ class WorkerDesk:
             if message.move == self._slots().move:
                 self.seat.rows.hold(False)
             return Ok()
+        if isinstance(message, PeerPoolMapped | PeerPoolUnmapped):
+            self._hear_of_peer(message)
+            return Ok()
         return self._agent.worker_request(message, now)
 
     # ---- pools ----
@@ -201,6 +233,7 @@ class WorkerDesk:
             self._worker = None
             self._events.clear()
             self._num_entries = None
+            self._drop_peer_words()
             self._agent.worker_lost(now)
             self.seat.rows.stop("the worker is gone")
 

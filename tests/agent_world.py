@@ -115,14 +115,21 @@ class Request:
 class AgentWorld:
     """Prefill and decode seats with their agents and clients. Leaving the block ends all of it.
 
-    `placement`: who moves the rows of all pools, as in `PrefillClient.connect`.
+    `placement`: who moves the rows of all pools, as in `PrefillClient.connect`; `decode_placement` instead of it on
+    that side.
     """
 
     def __init__(
-        self, path: Path, transport: str = "loopback", seed: int = 0, placement: PoolPlacement | None = None
+        self,
+        path: Path,
+        transport: str = "loopback",
+        seed: int = 0,
+        placement: PoolPlacement | None = None,
+        decode_placement: PoolPlacement | None = None,
     ) -> None:
         self.path = path
         self.placement = placement
+        self.decode_placement = decode_placement
         self.transport = transport
         self.prefill: list[tuple[Seat, PrefillClient]] = []
         self.decode: list[tuple[Seat, DecodeClient]] = []
@@ -190,8 +197,9 @@ class AgentWorld:
     def join_decode(self, name: str, layout: PoolLayout) -> tuple[Seat, DecodeClient]:
         """A decode worker attaches to the agent at `name`."""
         seat = self._seat(name, layout)
+        placement = self.decode_placement or self.placement
         pool = self.as_handed(seat.memory)
-        client = DecodeClient.connect(seat.socket_dir, pool, layout, placement=self.placement, timeout_s=WAIT_S)
+        client = DecodeClient.connect(seat.socket_dir, pool, layout, placement=placement, timeout_s=WAIT_S)
         self._stack.callback(client.close)
         self.decode.append((seat, client))
         return seat, client

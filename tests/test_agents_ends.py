@@ -41,12 +41,15 @@ class _Gate:
         self.reached = threading.Event()
         self._open = threading.Event()
         mover = agent._sidecar.mover
-        submit = mover.submit
+        submit, submit_all = mover.submit, mover.submit_all
 
         def held(operation: int, segment: int, cancel: CancelFlag, move: Callable[[], object]) -> None:
             submit(operation, segment, cancel, partial(self._hold, move))
 
-        mover.submit = held  # type: ignore[method-assign]
+        def all_held(operation: int, cancel: CancelFlag, moves: list[Callable[[], object]]) -> None:
+            submit_all(operation, cancel, [partial(self._hold, move) for move in moves])
+
+        mover.submit, mover.submit_all = held, all_held  # type: ignore[method-assign]
 
     def _hold(self, move: Callable[[], object]) -> None:
         self.reached.set()

@@ -69,20 +69,6 @@ def test_a_pool_that_cannot_be_had_is_sent_over_the_wire_or_refused(tmp_path: Pa
             world.verify()
 
 
-def test_a_decode_worker_that_moves_its_own_rows_is_named_as_the_cause(tmp_path: Path) -> None:
-    """Nothing is wrong with the host: only what an agent maps can be pulled into."""
-    with AgentWorld(tmp_path) as world:
-        world.start_prefill("p0", mode="p2p")
-        world.join_prefill("p0", Split().target(0))
-        world.start_decode("d0")
-        world.placement = "worker"
-        world.join_decode("d0", Split().target(0))
-        request = world.begin(20)
-        event = ends(world.decode[0][1], request.ticket)
-        assert event.reason is Reason.PEER_REFUSED
-        assert "cannot map this pool: a stream of the decode worker moves its rows (placement worker)" in event.detail
-
-
 @pytest.mark.parametrize("ender", ["prefill worker", "decode worker", "deadline"])
 def test_rows_under_way_when_the_transfer_ends_do_not_land(tmp_path: Path, ender: str) -> None:
     """The copy is held, the transfer ends, the source's pages are written anew, the copy goes on: it is void."""

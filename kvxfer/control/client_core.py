@@ -22,6 +22,8 @@ from kvxfer.control.messages import (
     NewTicket,
     Ok,
     Open,
+    PeerPoolMapped,
+    PeerPoolUnmapped,
     Refused,
     RejectTicket,
     SlotsMapped,
@@ -42,6 +44,8 @@ _REPLY_OF: dict[type[WorkerRequest], type[WorkerReply]] = {
     RejectTicket: Ok,
     AbortTransfer: Ok,
     SlotsMapped: Ok,
+    PeerPoolMapped: Ok,
+    PeerPoolUnmapped: Ok,
 }
 
 

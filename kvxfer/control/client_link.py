@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from contextlib import ExitStack
@@ -10,10 +11,17 @@ from typing import TYPE_CHECKING
 
 from kvxfer.control.channel import REMOTE, WorkerConnection
 from kvxfer.control.client_core import ClientCore
-from kvxfer.control.handoff import HandoffConnection, StreamMemory, hand_over, hand_over_device, share_stream
+from kvxfer.control.handoff import (
+    HandoffConnection,
+    OfferedPeer,
+    StreamMemory,
+    hand_over,
+    hand_over_device,
+    share_stream,
+)
 from kvxfer.control.handoff_messages import PoolPlacement
-from kvxfer.control.messages import SlotsMapped
-from kvxfer.control.shared_memory import PoolMemory, as_device_pool
+from kvxfer.control.messages import PeerPoolMapped, PeerPoolUnmapped, SlotsMapped
+from kvxfer.control.shared_memory import PoolMemory, SharedMemory, as_device_pool, share
 from kvxfer.control.worker_marks import WorkerMarks
 from kvxfer.control.worker_stream import DRAIN_S, WorkerStream
 from kvxfer.errors import ContractError, HandoffError, TransportError
@@ -24,6 +32,8 @@ from kvxfer.streams.host_stream import HostRowStream
 
 if TYPE_CHECKING:
     from kvxfer.streams.row_stream import RowStream
+
+_log = logging.getLogger("kvxfer.worker")
 
 _LAST_EVENTS_S = 1.0
 _BACKLOG_S = 0.005
@@ -74,14 +84,17 @@ def hand_over_pool(
         return _hand_over_device(socket_dir, memory, layout, timeout_s, is_prefill=is_prefill)
     if placement not in ("worker", None):
         raise ContractError(f"placement: got {placement!r}, expected 'agent' or 'worker'")
-    connection, shared = share_stream(socket_dir, memory.num_bytes, layout, timeout_s)
+    offered = _offer_to_peers(memory) if is_prefill else None
+    connection, shared = share_stream(socket_dir, memory.num_bytes, layout, timeout_s, offered)
     waited_s = time.monotonic() - began_s
     with ExitStack() as stack:
         stack.callback(connection.close)
         stack.callback(shared.close)
         stream = _open_stream(memory, shared, is_prefill=is_prefill)
         stack.callback(stream.close)
-        worker_stream = WorkerStream(stream, shared, connection.fileno())
+        pool = as_device_pool(memory)
+        device_index = pool.device_index if isinstance(pool, DevicePool) else None
+        worker_stream = WorkerStream(stream, shared, connection.fileno(), device_index=device_index)
         stack.pop_all()
     return HandedOver(connection, waited_s, worker_stream)
 
@@ -108,6 +121,16 @@ def _hand_over_device(
     except BaseException:
         connection.close()
         raise
+
+
+def _offer_to_peers(memory: PoolMemory) -> tuple[SharedMemory, list[int]] | None:
+    """What lets decode workers of this host pull rows; None, and a word in the log, where the memory cannot be shared:
+    then rows go through slots."""
+    try:
+        return share(memory)
+    except HandoffError as error:
+        _log.info("decode workers of this host cannot pull rows out of the pool: %s", error)
+        return None
 
 
 def _open_stream(memory: PoolMemory, shared: StreamMemory, *, is_prefill: bool) -> RowStream:
@@ -174,6 +197,8 @@ class AgentLink:
         """Enqueue and send what is wanted, as far as there is room; the rest goes another time."""
         if self.stream is not None:
             self.stream.feed()
+            for index in self.stream.take_unmapped():
+                self.core.tell(PeerPoolUnmapped(index=index))  # a lost agent's stream unmaps nothing here
         outgoing = self.core.outgoing
         while outgoing and self.channel.send(REMOTE, outgoing[0]):
             outgoing.popleft()
@@ -199,6 +224,7 @@ class AgentLink:
             if self.handoff.lost():
                 gone = "it has ended or hung up"
             self._map_moved_slots()
+            self._map_peers()
         except (HandoffError, TransportError) as error:
             gone = f"its slots have moved to memory that cannot be used here: {error}"
         if gone is None:
@@ -219,6 +245,17 @@ class AgentLink:
                 moved.memory.close()
                 raise
             self.core.tell(SlotsMapped(move=moved.move))
+
+    def _map_peers(self) -> None:
+        while (word := self.handoff.take_peer_word()) is not None:
+            if self.stream is None or self.core.lost is not None:
+                if isinstance(word, OfferedPeer):
+                    word.memory.close()
+            elif isinstance(word, OfferedPeer):
+                detail = self.stream.map_peer(word.index, word.memory)
+                self.core.tell(PeerPoolMapped(index=word.index, detail=detail))
+            else:
+                self.stream.drop_peer(word.index)
 
     def _settle_loss(self, losing: _Losing) -> None:
         """The own stream comes to rest before anybody is told that pages are quiet, and events of an agent that ended

@@ -15,11 +15,12 @@ import socket
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass
 
 from kvxfer.control.handoff_messages import (
     FrameReader,
     LastWord,
+    PeerPool,
+    PeerPoolDropped,
     PoolAccepted,
     PoolOffer,
     PoolPreparing,
@@ -29,8 +30,9 @@ from kvxfer.control.handoff_messages import (
     decode_word,
     pack,
 )
-from kvxfer.control.shared_memory import attach, describe, share
+from kvxfer.control.shared_memory import HeldMemory, SharedMemory, attach, describe, share
 from kvxfer.control.socket_dir import HANDOFF_SOCKET, socket_path
+from kvxfer.control.stream_memory import MovedSlots, OfferedPeer, StreamMemory
 from kvxfer.errors import AgentLostError, ControlTimeoutError, HandoffError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
@@ -40,6 +42,7 @@ from kvxfer.streams.ring import Ring
 __all__ = [
     "HandoffConnection",
     "MovedSlots",
+    "OfferedPeer",
     "StreamMemory",
     "allocate_pool",
     "hand_over",
@@ -49,26 +52,6 @@ __all__ = [
 
 _CONNECT_RETRY_S = 0.05
 _MAX_FRAMES_PER_LOOK = 64
-
-
-@dataclass(frozen=True, slots=True)
-class StreamMemory:
-    """What the agent shares with a stream of the worker. Owned by whoever has it; `close()` unmaps both."""
-
-    ring: Ring
-    slots: HostMemory | MappedPool
-
-    def close(self) -> None:
-        self.ring.close()
-        self.slots.close()
-
-
-@dataclass(frozen=True, slots=True)
-class MovedSlots:
-    """The agent's slots lie in `memory` from now on, mapped here; it is the receiver's. `move` counts such moves."""
-
-    move: int
-    memory: HostMemory | MappedPool
 
 
 class HandoffConnection:
@@ -88,6 +71,7 @@ class HandoffConnection:
         self._reader = reader
         self._is_readable = True  # until the agent says what nobody understands
         self._moved: deque[MovedSlots] = deque()
+        self._peer_words: deque[OfferedPeer | PeerPoolDropped] = deque()
         self._socket.setblocking(False)
         _open_connections.add(self)
 
@@ -118,12 +102,20 @@ class HandoffConnection:
         """The oldest move of the slots that `lost()` has read, or None."""
         return self._moved.popleft() if self._moved else None
 
+    def take_peer_word(self) -> OfferedPeer | PeerPoolDropped | None:
+        """The oldest word about a peer's pool that `lost()` has read, or None."""
+        return self._peer_words.popleft() if self._peer_words else None
+
     def close(self) -> None:
         """End the hand-over: the agent aborts what it does with the pool and unmaps it."""
         self._reader.close()
         for moved in self._moved:
             moved.memory.close()
         self._moved.clear()
+        for word in self._peer_words:
+            if isinstance(word, OfferedPeer):
+                word.memory.close()
+        self._peer_words.clear()
         self._socket.close()
 
     def _read(self) -> bytes | None:
@@ -145,6 +137,11 @@ class HandoffConnection:
             self.num_events = word.num_events
         elif isinstance(word, SlotsMoved):
             self._moved.append(MovedSlots(word.move, attach(word.slots, self._reader.fds, "slots")))
+        elif isinstance(word, PeerPool):
+            fds = [self._reader.fds.pop(0)] if word.memory.has_fd and self._reader.fds else []
+            self._peer_words.append(OfferedPeer(word.index, HeldMemory(word.memory, *fds)))
+        elif isinstance(word, PeerPoolDropped):
+            self._peer_words.append(word)
 
 
 _open_connections: weakref.WeakSet[HandoffConnection] = weakref.WeakSet()
@@ -190,14 +187,20 @@ def hand_over_device(
 
 
 def share_stream(
-    socket_dir: str | os.PathLike[str], pool_bytes: int, layout: PoolLayout, timeout_s: float
+    socket_dir: str | os.PathLike[str],
+    pool_bytes: int,
+    layout: PoolLayout,
+    timeout_s: float,
+    pool: tuple[SharedMemory, list[int]] | None = None,
 ) -> tuple[HandoffConnection, StreamMemory]:
     """Tell the agent at `socket_dir` of a pool of `pool_bytes` whose rows a stream of this worker moves.
 
-    What the agent shares with the stream is the caller's. Waits and raises as `hand_over`.
+    `pool`, as `share` returns it, lets decode workers of this host map the pool and pull its rows. What the agent
+    shares with the stream is the caller's. Waits and raises as `hand_over`.
     """
-    offer = PoolOffer(num_bytes=pool_bytes, layout=layout, placement="worker")
-    connection, memory = _hand_over(socket_dir, offer, [], timeout_s)
+    shared, fds = pool if pool is not None else (None, [])
+    offer = PoolOffer(num_bytes=pool_bytes, layout=layout, placement="worker", pool=shared)
+    connection, memory = _hand_over(socket_dir, offer, fds, timeout_s)
     assert isinstance(memory, StreamMemory)
     return connection, memory
 

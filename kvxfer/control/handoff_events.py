@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from kvxfer.control.shared_memory import HeldMemory
+from kvxfer.control.shared_memory import HeldMemory, describe
 from kvxfer.errors import TransportError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
@@ -37,6 +37,12 @@ class ReceivedPool:
     def is_moved_by_worker(self) -> bool:
         """Whether a stream of the worker moves its rows."""
         return self.ring is not None and self.device is None
+
+    def for_peers(self) -> HeldMemory | None:
+        """What lets peers on this host map the pool, which stays this object's; None where they cannot."""
+        if self.memory is not None:
+            return HeldMemory(describe(self.memory), self.memory.fd)
+        return self.shared
 
     def close(self) -> None:
         """Unmap the pool and the ring, let go of what is shared. Calling it again does nothing."""

@@ -22,6 +22,7 @@ from kvxfer.control.handoff_messages import (
     FrameReader,
     HandoffMessage,
     LastWord,
+    PeerWord,
     PoolAccepted,
     PoolOffer,
     PoolPreparing,
@@ -35,7 +36,7 @@ from kvxfer.control.shared_memory import HeldMemory, attach, share
 from kvxfer.control.socket_dir import HANDOFF_SOCKET, SocketClaim, group_only_umask
 from kvxfer.errors import ConfigError, HandoffError, LayoutError
 from kvxfer.layout import PoolLayout
-from kvxfer.memory import HostMemory
+from kvxfer.memory import HostMemory, check_memfd
 from kvxfer.streams.device import MappedPool
 from kvxfer.streams.ring import Ring
 
@@ -133,6 +134,10 @@ class HandoffListener:
             if connection.pool == pool:
                 shared, fds = share(slots)
                 connection.say(SlotsMoved(move=move, slots=shared), fds)
+
+    def tell_of_peer(self, pool: str, word: PeerWord, fds: list[int]) -> bool:
+        """Say `word` to the worker of `pool`; False where it takes nothing now. One that is gone needs no words."""
+        return all(connection.say(word, fds) for connection in self._connections.values() if connection.pool == pool)
 
     def say_last(self, pool: str, num_events: int) -> None:
         """Tell the worker of `pool`, who is about to see the end, how many events it was sent, so that it hears them
@@ -264,12 +269,14 @@ class _Connection:
             )
         return self._map_pool(offer, listener) if offer.placement == "agent" else self._share(offer, listener)
 
-    def say(self, message: HandoffMessage, fds: list[int] | None = None) -> None:
-        """Send at once or not at all: a worker that cannot take these few bytes will see the end of the connection."""
+    def say(self, message: HandoffMessage, fds: list[int] | None = None) -> bool:
+        """Send at once or not at all, and whether it was: a worker that cannot take these few bytes will see the end of
+        the connection."""
         try:
             socket.send_fds(self.socket, [pack(message)], fds or [], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
-            return
+            return False
+        return True
 
     def close(self) -> None:
         if self.mapping is not None:
@@ -309,12 +316,13 @@ class _Connection:
 
     def _share(self, offer: PoolOffer, listener: HandoffListener) -> ReceivedPool:
         """The pool stays the worker's; its stream gets the slots and a ring."""
+        if offer.pool is not None and offer.pool.gpu is None:
+            check_memfd(self._reader.fds[0], offer.num_bytes)
         ring, slots, move = listener.share_stream(offer.layout)
         shared_slots, fds = share(slots)
         stream = SharedStream(ring_bytes=ring.memory.num_bytes, num_lanes=ring.num_lanes, slots=shared_slots)
         self.pool = new_id()
         self.say(PoolAccepted(pool=self.pool, stream=stream), [ring.memory.fd, *fds])
-        # What peers may map, as it came: they check it when they do.
         shared = None if offer.pool is None else HeldMemory(offer.pool, *self._reader.take_fds())
         return ReceivedPool(self.pool, offer.num_bytes, offer.layout, self.pid, ring=ring, shared=shared, move=move)
 

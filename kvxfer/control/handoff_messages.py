@@ -18,6 +18,7 @@ from kvxfer.control.message_base import Counter, Id
 from kvxfer.control.shared_memory import SharedMemory
 from kvxfer.errors import HandoffError
 from kvxfer.layout import PoolLayout
+from kvxfer.streams.ring import MemoryIndex
 
 HANDOFF_VERSION = 4
 MAX_HEADER_BYTES = 1 << 20
@@ -81,6 +82,24 @@ class SlotsMoved(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     slots: SharedMemory
 
 
+PeerIndex = Annotated[int, msgspec.Meta(ge=MemoryIndex.FIRST_PEER.value, lt=MemoryIndex.STAGING.value)]
+
+
+class PeerPool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="peer_pool"):
+    """Agent to worker: map the pool of a prefill worker of this host, whose descriptor comes along where it has one.
+    `PeerPoolMapped` answers, on the control channel; orders name the memory by `index`."""
+
+    index: PeerIndex
+    memory: SharedMemory
+
+
+class PeerPoolDropped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="peer_pool_dropped"):
+    """Agent to worker: no order names `index` any more, unmap what it stands for once the stream is at rest; enqueue
+    nothing until then. `PeerPoolUnmapped` answers, on the control channel, also where nothing was mapped."""
+
+    index: PeerIndex
+
+
 class LastWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="last_word"):
     """Agent to worker, before it hangs up in good order: it has sent so many events on the control channel since the
     worker attached, which travel another way than the end of this connection."""
@@ -88,8 +107,9 @@ class LastWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     num_events: Counter
 
 
-HandoffMessage = PoolOffer | PoolPreparing | PoolAccepted | PoolRefused | SlotsMoved | LastWord
-AgentWord = PoolPreparing | PoolAccepted | PoolRefused | SlotsMoved | LastWord
+PeerWord = PeerPool | PeerPoolDropped
+AgentWord = PoolPreparing | PoolAccepted | PoolRefused | SlotsMoved | PeerWord | LastWord
+HandoffMessage = PoolOffer | AgentWord
 
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder = msgspec.msgpack.Decoder(AgentWord)

@@ -51,7 +51,7 @@ from kvxfer.control.message_base import (
     Text,
     TimelineValue,
 )
-from kvxfer.control.stream_messages import MoreEntries, SlotsMapped
+from kvxfer.control.stream_messages import MoreEntries, PeerPoolMapped, PeerPoolUnmapped, SlotsMapped
 from kvxfer.layout import MAX_GROUPS, LayerRange, PoolLayout, TokenRange
 from kvxfer.transfer import EventKind, Reason
 
@@ -86,6 +86,8 @@ __all__ = [
     "Open",
     "PageBytes",
     "PathFigures",
+    "PeerPoolMapped",
+    "PeerPoolUnmapped",
     "Ping",
     "PrefillToDecode",
     "PullChunk",
@@ -99,6 +101,7 @@ __all__ = [
     "Segment",
     "SlotsMapped",
     "Source",
+    "StreamWord",
     "Submit",
     "Ticket",
     "TicketMade",
@@ -332,7 +335,8 @@ class Ping(MessageBase, frozen=True, kw_only=True):
     floor: Counter = 0
 
 
-WorkerRequest = AttachWorker | NewTicket | Submit | Open | RejectTicket | AbortTransfer | SlotsMapped
+StreamWord = SlotsMapped | PeerPoolMapped | PeerPoolUnmapped
+WorkerRequest = AttachWorker | NewTicket | Submit | Open | RejectTicket | AbortTransfer | StreamWord
 WorkerReply = Attached | TicketMade | Ok | Refused
 DecodeToPrefill = Hello | NewRegion | Ping | Goodbye | Grant | Credits | AbortLeg | QuiescedAck | Query | Pulled
 PrefillToDecode = (

@@ -11,12 +11,12 @@ nothing.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import select
 import socket
 import struct
 from collections import deque
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from kvxfer.control.handoff_messages import take_fds
 from kvxfer.control.messages import Counter, Id
+from kvxfer.control.shared_memory import HeldMemory, SharedMemory
 from kvxfer.control.socket_dir import SocketClaim, group_only_umask
 from kvxfer.errors import ConfigError, HandoffError
 from kvxfer.memory import HostMemory, check_memfd
@@ -45,9 +46,9 @@ class PullRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class PullOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="offer"):
-    """Prefill to decode: the descriptors that come along are the pool and the lease words."""
+    """Prefill to decode: the descriptors that come along are of the pool, where it has one, and of the leases."""
 
-    pool_bytes: Counter
+    pool: SharedMemory
     lease_bytes: Counter
 
 
@@ -117,7 +118,7 @@ class PullListener:
         """Readable while somebody connects or asks."""
         return self._epoll.fileno()
 
-    def poll(self, pool: str | None, memory: HostMemory | None, leases: LeaseTable) -> list[str]:
+    def poll(self, pool: str | None, memory: HeldMemory | None, leases: LeaseTable) -> list[str]:
         """Answer who asks; returns what was refused, for the log. Never blocks.
 
         Of those that connect and stay silent some are kept, the newest.
@@ -157,7 +158,7 @@ class PullListener:
         self._claim.close()
 
     def _answer(
-        self, connection: socket.socket, pool: str | None, memory: HostMemory | None, leases: LeaseTable
+        self, connection: socket.socket, pool: str | None, memory: HeldMemory | None, leases: LeaseTable
     ) -> str | None:
         packet = connection.recv(_MAX_PACKET_BYTES)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -175,48 +176,59 @@ class PullListener:
             connection.send(_encoder.encode(PullRefusal(detail=problem)))
             return problem
         assert memory is not None
-        offer = PullOffer(pool_bytes=memory.num_bytes, lease_bytes=leases.memory.num_bytes)
-        # Opened anew through /proc they are read-only: by no mistake of the peer can a mapping of them be written to.
-        fds = [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC) for fd in (memory.fd, leases.memory.fd)]
+        offer = PullOffer(pool=memory.shared, lease_bytes=leases.memory.num_bytes)
+        # Opened anew through /proc memfds are read-only: by no mistake of the peer can a mapping of them be written to.
+        # A GPU's memory has no such descriptor; who maps it asks CUDA for a mapping without leave to write.
+        is_host = memory.shared.gpu is None
+        fds = [_open_read_only(fd) for fd in ([memory.fd] if is_host else []) + [leases.memory.fd]]
         try:
-            socket.send_fds(connection, [_encoder.encode(offer)], fds)
+            socket.send_fds(connection, [_encoder.encode(offer)], fds if is_host else memory.fds() + fds)
         finally:
             for fd in fds:
                 os.close(fd)
         return None
 
 
-class SharedPool:
-    """Decode side: a source pool and its lease words, mapped read-only.
+def _open_read_only(fd: int) -> int:
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
-    `array` `[pool_bytes]` uint8 and `words` `[NUM_LEASES]` uint64 are views; `close()` unmaps once they are gone.
-    """
 
-    def __init__(self, pool_fd: int, offer: PullOffer, lease_fd: int) -> None:
-        """Map both; the descriptors stay the caller's. Raises `HandoffError`."""
-        check_memfd(pool_fd, offer.pool_bytes)
-        check_memfd(lease_fd, offer.lease_bytes)
-        if offer.lease_bytes != NUM_LEASES * 8:
-            raise HandoffError(f"lease words: got {offer.lease_bytes} bytes, expected {NUM_LEASES * 8}")
-        self._mappings = [_map_read_only(pool_fd, offer.pool_bytes), _map_read_only(lease_fd, offer.lease_bytes)]
-        self.num_bytes = offer.pool_bytes
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._mappings[0], dtype=np.uint8)
-        self.words: npt.NDArray[np.uint64] = np.frombuffer(self._mappings[1], dtype=np.uint64)
+class LeaseWords:
+    """Decode side: a source's lease words, mapped read-only. `close()` unmaps them."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        """Take over `memory`. `words` is a view, `[NUM_LEASES]` uint64."""
+        self._memory = memory
+        self.words: npt.NDArray[np.uint64] = memory.array.view(np.uint64)
 
     def is_leased(self, word: int, value: int) -> bool:
         """Whether the source still grants the lease."""
         return word < self.words.size and int(self.words[word]) == value
 
+    def check(self, lease: tuple[int, int]) -> None:
+        """To be called when rows were copied under the lease (word, value). Raises `HandoffError` where the source has
+        revoked it: they may be rows of another request."""
+        if not self.is_leased(*lease):
+            raise HandoffError("the source has revoked the lease on its rows")
+
     def close(self) -> None:
-        """Unmap; a copy under way keeps its mapping until it ends."""
-        self.array = np.empty(0, dtype=np.uint8)
+        """Unmap. Leases that are looked at after this do not hold."""
         self.words = np.empty(0, dtype=np.uint64)
-        for mapping in self._mappings:
-            try:
-                mapping.close()
-            except BufferError:
-                continue
-        self._mappings.clear()
+        self._memory.close()
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedPool:
+    """Decode side: what a prefill agent shares. The pool is for whoever moves rows here, who maps it; the receiver owns
+    both parts."""
+
+    memory: HeldMemory
+    leases: LeaseWords
+
+    def close(self) -> None:
+        """Let go of both."""
+        self.memory.close()
+        self.leases.close()
 
 
 class PullConnection:
@@ -236,8 +248,8 @@ class PullConnection:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def poll(self) -> SharedPool | None:
-        """The shared pool, or None while there is no answer. Raises `HandoffError` for a refusal."""
+    def poll(self) -> OfferedPool | None:
+        """What is shared, or None while there is no answer. Raises `HandoffError` for a refusal."""
         try:
             packet, ancillary, flags, _ = self._socket.recvmsg(
                 _MAX_PACKET_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
@@ -249,28 +261,30 @@ class PullConnection:
         fds = take_fds(ancillary)
         try:
             return _parse_answer(packet, fds, flags)
-        finally:
+        except HandoffError:
             for fd in fds:
                 os.close(fd)
+            raise
 
     def close(self) -> None:
         """Hang up; what was mapped stays."""
         self._socket.close()
 
 
-def _parse_answer(packet: bytes, fds: list[int], flags: int) -> SharedPool:
+def _parse_answer(packet: bytes, fds: list[int], flags: int) -> OfferedPool:
+    """What an answer shares. Takes from `fds` what it uses."""
     try:
         answer = _answer_decoder.decode(packet)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise HandoffError(f"pull answer: {error}") from error
     if isinstance(answer, PullRefusal):
         raise HandoffError(f"pull: refused: {answer.detail}")
-    if len(fds) != 2 or flags & socket.MSG_CTRUNC:
-        raise HandoffError(f"pull answer: got {len(fds)} descriptors, expected 2")
-    return SharedPool(fds[0], answer, fds[1])
-
-
-def _map_read_only(fd: int, num_bytes: int) -> mmap.mmap:
-    mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-    mapping.madvise(mmap.MADV_DONTFORK)
-    return mapping
+    num_expected = 1 + answer.pool.has_fd
+    if len(fds) != num_expected or flags & socket.MSG_CTRUNC:
+        raise HandoffError(f"pull answer: got {len(fds)} descriptors, expected {num_expected}")
+    if answer.pool.gpu is None:
+        check_memfd(fds[0], answer.pool.num_bytes)
+    if answer.lease_bytes != NUM_LEASES * 8:
+        raise HandoffError(f"lease words: got {answer.lease_bytes} bytes, expected {NUM_LEASES * 8}")
+    leases = HostMemory.attach(fds.pop(), answer.lease_bytes, "lease words", is_read_only=True)
+    return OfferedPool(HeldMemory(answer.pool, *fds), LeaseWords(leases))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvxfer.control.message_base import Counter, MessageBase
+from kvxfer.control.message_base import Counter, Index, MessageBase, Text
 
 
 class MoreEntries(MessageBase, frozen=True, kw_only=True):
@@ -16,3 +16,17 @@ class SlotsMapped(MessageBase, frozen=True, kw_only=True):
     that are given from now on mean these."""
 
     move: Counter
+
+
+class PeerPoolMapped(MessageBase, frozen=True, kw_only=True):
+    """Worker to agent: the peer's pool `index`, which came over the hand-off connection, is mapped, so that orders may
+    name it; with `detail` it is not, and that says why."""
+
+    index: Index
+    detail: Text = ""
+
+
+class PeerPoolUnmapped(MessageBase, frozen=True, kw_only=True):
+    """Worker to agent: nothing is mapped under `index` any more."""
+
+    index: Index

@@ -14,7 +14,8 @@ import threading
 import time
 
 from kvxfer.control.handoff import StreamMemory
-from kvxfer.control.shared_memory import as_device_pool
+from kvxfer.control.peer_memories import PeerMemories
+from kvxfer.control.shared_memory import HeldMemory, as_device_pool
 from kvxfer.errors import AgentLostError
 from kvxfer.memory import HostMemory
 from kvxfer.streams.device import MappedPool
@@ -34,14 +35,19 @@ _log = logging.getLogger("kvxfer.worker")
 class WorkerStream:
     """Owns a stream and the memory that the agent shares with it; `close()` gives all back, in this order."""
 
-    def __init__(self, stream: RowStream, memory: StreamMemory, connection_fd: int) -> None:
-        """The agent is gone once the other end of `connection_fd` is, which must stay open until `close()`."""
+    def __init__(
+        self, stream: RowStream, memory: StreamMemory, connection_fd: int, *, device_index: int | None = None
+    ) -> None:
+        """`device_index`: the GPU of the stream, None for one of host memory. The agent is gone once the other end of
+        `connection_fd` is, which must stay open until `close()`."""
         self._stream = stream
         self._ring = memory.ring
         self._slots = [memory.slots]  # the newest last; those that they have left stay until the stream is at rest
+        self._peers = PeerMemories(stream, device_index)
         self._num_wanted = 0
         self._num_enqueued = 0
         self._num_done = 0
+        self._unmapped: list[int] = []
         self._is_ended = False
         self._is_closed = False
         self._pid = os.getpid()
@@ -53,7 +59,7 @@ class WorkerStream:
     @property
     def has_backlog(self) -> bool:
         """Whether `feed()` has something to enqueue as soon as there is room."""
-        return not self._is_ended and self._num_wanted > self._num_enqueued
+        return not self._is_ended and (self._num_wanted > self._num_enqueued or self._peers.must_rest)
 
     def want(self, num_entries: int) -> None:
         """The agent wants so many entries enqueued since the ring was made."""
@@ -64,6 +70,8 @@ class WorkerStream:
         if self._is_ended or self._pid != os.getpid():
             return
         self._drop_old_slots()
+        if self._peers.must_rest and not (self.is_quiet() and self._unmap_peers()):
+            return
         if not self.has_backlog:
             return
         self._look()
@@ -91,6 +99,24 @@ class WorkerStream:
         `TransportError` where a GPU cannot use them, which are the caller's then."""
         self._stream.set_memory(MemoryIndex.SLOTS, as_device_pool(slots))
         self._slots.append(slots)
+
+    def map_peer(self, index: int, memory: HeldMemory) -> str:
+        """Map the pool of a peer, so that orders may name it by `index`; why that cannot be, or nothing. Lets go of
+        `memory`."""
+        if self._is_ended or self._pid != os.getpid():
+            memory.close()
+            return "the stream that moves rows has ended"
+        return self._peers.map(index, memory)
+
+    def drop_peer(self, index: int) -> None:
+        """No order names `index` any more: unmap what it stands for when the stream is at rest, before anything more is
+        enqueued."""
+        self._peers.drop(index)
+
+    def take_unmapped(self) -> list[int]:
+        """Indices that were dropped and stand for nothing any more."""
+        unmapped, self._unmapped = self._unmapped, []
+        return unmapped
 
     def end(self) -> None:
         """No agent gives orders any more: skip what has not ended and enqueue nothing. Calling it again does nothing.
@@ -139,6 +165,7 @@ class WorkerStream:
             _log.error("the stream that moves rows has not ended within %.0f s: its memory stays mapped", DRAIN_S)
             return
         self._stream.close()
+        self._peers.close()
         self._ring.close()
         for slots in self._slots:
             slots.close()
@@ -150,6 +177,10 @@ class WorkerStream:
         poller.register(self._wake_fd, select.POLLIN)
         if self._wake_fd not in dict(poller.poll()):
             self.end()
+
+    def _unmap_peers(self) -> bool:
+        self._unmapped += self._peers.unmap()
+        return True
 
     def _drop_old_slots(self) -> None:
         """Give back what the slots have left: this mapping alone keeps those pages from the system."""

@@ -30,14 +30,13 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Copy a segment's rows straight out of the mapped pool of `peer` into the worker's pages, then look at the lease
+    """Copy a chunk's rows straight out of the mapped pool of `peer` into the worker's pages, then look at the lease
     (word, value): the rows count only while it holds. Ends in `DecodeCore.scatter_ended`."""
 
     operation: int
     peer: str
     source: SegmentSource
     src_addresses: tuple[BlockAddresses, ...]
-    segment: int
     lease: tuple[int, int]
     cancel: CancelFlag
 

@@ -17,12 +17,11 @@ from kvxfer.control.messages import (
 from kvxfer.control.peer_channel import load_credentials
 from kvxfer.decode.actions import Notify, PairWith, Pull, Scatter, SendToPeer
 from kvxfer.decode.core import SHUTDOWN_DETAIL, DecodeCore
-from kvxfer.decode.landing import pull_segment
 from kvxfer.decode.links import SourceLinks
 from kvxfer.errors import IntegrityError, RefusedError, TransportError
 from kvxfer.integrity import check_segment, check_sum, expected_sum
 from kvxfer.layout import PoolLayout, Shard
-from kvxfer.operations import Move, RowSum
+from kvxfer.operations import Move, PeerRows, RowSum
 from kvxfer.ops.config import DecodeConfig
 from kvxfer.ops.figures import AgentFigures
 from kvxfer.sidecar import Sidecar
@@ -213,23 +212,14 @@ class DecodeAgent:
         check_segment(scatter.notice, self._sidecar.slots.view(scatter.slot))
 
     def _pull(self, pull: Pull, now: float) -> None:
-        shared = self._links.shared_pool(pull.peer)
-        if shared is None:
+        pool = self._links.source_pool(pull.peer)
+        if pool is None or pool.leases is None:
             self._core.scatter_ended(pull.operation, now, 0.0, "the source's pool is not mapped any more")
             return
-        source = pull.source
-        move = partial(
-            pull_segment,
-            shared,
-            pull.src_addresses,
-            self._sidecar.pool_array(),
-            source.addresses,
-            source.plan,
-            pull.segment,
-            pull.lease,
-        )
-        self._sidecar.trace.begin("scatter", pull.operation, None, pull.segment)
-        self._sidecar.mover.submit(pull.operation, pull.segment, pull.cancel, move)
+        src = PeerRows(pool.index, pool.num_bytes, pull.src_addresses)
+        move = Move(pull.operation, pull.source, 0, pull.cancel)
+        self._sidecar.trace.begin("scatter", pull.operation, None, 0)
+        self._sidecar.rows.pull(move, src, partial(pool.leases.check, pull.lease))
 
     def poll(self, now: float) -> None:
         """See which moves have ended."""

@@ -19,17 +19,16 @@ from kvxfer.control.messages import (
     Welcome,
 )
 from kvxfer.control.peer_channel import Connection, Credentials
-from kvxfer.control.pull_share import SharedPool
 from kvxfer.decode.core import DecodeCore
 from kvxfer.decode.pairing import PrefillPeer
-from kvxfer.errors import HandoffError, LayoutError, ProtocolError, RefusedError
+from kvxfer.decode.source_pools import SourcePool, SourcePools
+from kvxfer.errors import ProtocolError, RefusedError
 from kvxfer.ops.config import DecodeConfig
 from kvxfer.sidecar import Sidecar
 from kvxfer.slot_memory import PROBE_BYTES
 from kvxfer.transfer import Reason
 
 _PINGS_PER_TIMEOUT = 4
-PULL_TIMEOUT_S = 1.0
 
 
 class SourceLinks:
@@ -42,11 +41,11 @@ class SourceLinks:
         self._core = core
         self._peers: dict[str, PrefillPeer] = {}  # by incarnation
         self._num_connections = 0
+        self._pools = SourcePools(sidecar, self._tell_core)
 
-    def shared_pool(self, incarnation: str) -> SharedPool | None:
-        """The pool of a prefill agent, where it is mapped here."""
-        peer = self._peers.get(incarnation)
-        return None if peer is None else peer.shared
+    def source_pool(self, incarnation: str) -> SourcePool | None:
+        """The pool of a prefill agent, where rows can be pulled from it."""
+        return self._pools.get(incarnation)
 
     def paths(self) -> list[str]:
         """How the engine of each paired prefill agent reaches this side. May be called from another thread."""
@@ -101,7 +100,7 @@ class SourceLinks:
                 detail = f"its connection has ended, and it has not come back within {away_s:.1f} s"
                 self.lose(incarnation, Reason.PEER_LOST, detail, now)
             else:
-                self._poll_pull(peer, now)
+                self._pools.tick(peer, now)
                 peer.tell_region_again(now)
                 if now - peer.pinged_at > timeout_s / _PINGS_PER_TIMEOUT:
                     peer.pinged_at = now
@@ -190,46 +189,13 @@ class SourceLinks:
             figures.bytes_per_s / 1e9,
         )
         peer.info = info
-        pool = self._sidecar.pool
-        if not welcome.pull_path:
-            self._tell_core(peer, now, "the prefill agent does not share it")
-            return
-        if pool is None or pool.memory is None:
-            self._tell_core(peer, now, "a stream of the decode worker moves its rows (placement worker)")
-            return
-        try:
-            peer.begin_pull(welcome, now)
-        except HandoffError as error:
-            self._tell_core(peer, now, str(error))
-            self._sidecar.log.info("rows come over the wire: %s", error)
-            return
-        assert peer.pull is not None
-        self._sidecar.watch(peer.pull, lambda at: self._poll_pull(peer, at))
-
-    def _poll_pull(self, peer: PrefillPeer, now: float) -> None:
-        """The source answered the request for its pool, or took too long."""
-        layout = peer.layout
-        if peer.pull is None or layout is None:
-            return
-        trouble = f"the prefill agent did not answer within {PULL_TIMEOUT_S} s"
-        try:
-            peer.shared = peer.pull.poll()
-            if peer.shared is not None:
-                layout.check_fits(peer.shared.num_bytes)
-            elif now - peer.pull_began_at < PULL_TIMEOUT_S:
-                return
-        except (HandoffError, LayoutError) as error:
-            trouble = str(error)
-            self._sidecar.log.info("rows come over the wire: %s", error)
-        self._sidecar.unwatch(peer.pull)
-        peer.pull.close()
-        peer.pull = None
-        self._tell_core(peer, now, "" if peer.shared is not None else trouble)
+        self._pools.begin(peer, welcome, now)
 
     def _tell_core(self, peer: PrefillPeer, now: float, pull_trouble: str) -> None:
         """Pairing is complete; without `pull_trouble`, rows can be pulled out of the source's pool."""
         assert peer.info is not None
-        layout = peer.layout if not pull_trouble else None
+        pool = self._pools.get(peer.source.incarnation)
+        layout = pool.layout if pool is not None else None
         self._core.peer_paired(replace(peer.info, layout=layout, pull_trouble=pull_trouble), now)
 
     def lose(self, incarnation: str, reason: Reason, detail: str, now: float, log_level: int = logging.WARNING) -> None:
@@ -248,8 +214,7 @@ class SourceLinks:
 
     def _hang_up(self, peer: PrefillPeer) -> None:
         self._sidecar.unwatch(peer.connection)
-        if peer.pull is not None:
-            self._sidecar.unwatch(peer.pull)
+        self._pools.end(peer)
         peer.close()
 
     def lose_all(self, reason: Reason, detail: str, now: float) -> None:

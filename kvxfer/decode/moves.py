@@ -14,7 +14,7 @@ from kvxfer.transfer import Reason
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """One segment on its way. `slot` is None where it is pulled."""
+    """A segment on its way, or a whole chunk that is pulled: its `slot` is None."""
 
     receive: Receive
     leg: ReceiveLeg
@@ -49,11 +49,11 @@ class Moves:
         num_segments = chunk.source.plan.num_segments
         chunk.has_come = bytearray(b"\1" * num_segments)  # a notice about one of them is false
         chunk.is_pulled = True
-        lease = (message.lease_word, message.lease_value)
-        peer = leg.source.incarnation
-        for segment in range(num_segments):
+        if num_segments:
+            lease = (message.lease_word, message.lease_value)
             operation = self._begin(_Move(receive, leg, message.chunk, None))
-            self._outbox.append(Pull(operation, peer, chunk.source, src_addresses, segment, lease, receive.cancel))
+            peer = leg.source.incarnation
+            self._outbox.append(Pull(operation, peer, chunk.source, src_addresses, lease, receive.cancel))
 
     def ended(self, operation: int, now: float, busy_s: float, error: str | None, *, is_corrupt: bool) -> None:
         """A move has ended, was skipped because its flag was set, or failed with `error`."""
@@ -78,9 +78,7 @@ class Moves:
         return self._num_emitted
 
     def _pulled(self, move: _Move) -> None:
-        """One segment more was pulled; with its chunk's last one the source is told that its pages are read no more."""
-        leg = move.leg
-        chunk = leg.chunks[move.chunk]
-        chunk.num_missing -= 1
-        if chunk.num_missing == 0 and move.receive.is_open:
-            self._life.report_pulled(leg, move.chunk)
+        """A chunk was pulled: the source is told that its pages are read no more."""
+        move.leg.chunks[move.chunk].num_missing = 0
+        if move.receive.is_open:
+            self._life.report_pulled(move.leg, move.chunk)

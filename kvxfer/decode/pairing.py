@@ -9,10 +9,8 @@ from kvxfer.control.codec import encode_all
 from kvxfer.control.heartbeat import Absence, Heartbeat
 from kvxfer.control.messages import DecodeToPrefill, Hello, NewRegion, RegionTaken, Source, Welcome
 from kvxfer.control.peer_channel import Connection
-from kvxfer.control.pull_share import PullConnection, SharedPool
 from kvxfer.decode.receive import SourceInfo
 from kvxfer.errors import PairingError, RefusedError
-from kvxfer.layout import PoolLayout
 from kvxfer.routes import match_layouts
 from kvxfer.transfer import Reason
 
@@ -34,12 +32,8 @@ class PrefillPeer:
     new_region: NewRegion | None = None  # what it was told and has not taken yet
     region_told_at: float = 0.0
     info: SourceInfo | None = None  # what was agreed on, while the core is not told yet
-    pull: PullConnection | None = None  # asks for the source's pool
-    layout: PoolLayout | None = None  # of the source's pool
-    pull_began_at: float = 0.0
     path: str = ""  # how its engine reaches this side
     outgoing: list[DecodeToPrefill] = field(default_factory=list)  # what leaves with the next `flush`
-    shared: SharedPool | None = None  # the source's pool, where it is mapped here
 
     def send(self, message: DecodeToPrefill) -> None:
         """With the next `flush()`."""
@@ -63,20 +57,10 @@ class PrefillPeer:
         if self.new_region is not None and self.new_region.region_id == message.region_id:
             self.new_region = None
 
-    def begin_pull(self, welcome: Welcome, now: float) -> None:
-        """Ask for the source's pool. Raises `HandoffError` where it is not to be had on this host."""
-        self.pull = PullConnection(welcome.pull_path, welcome.incarnation, welcome.pool)
-        self.layout = welcome.layout
-        self.pull_began_at = now
-
     def close(self) -> None:
-        """Hang up; a pull under way keeps its mapping until it has ended."""
+        """Hang up."""
         self.connection.close()
         self.heartbeat.close()
-        if self.pull is not None:
-            self.pull.close()
-        if self.shared is not None:
-            self.shared.close()
 
     def welcomed(self, welcome: Welcome) -> SourceInfo:
         """The prefill agent agreed: check that it is the one the ticket named and that this side agrees as well.

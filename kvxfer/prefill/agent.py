@@ -138,11 +138,14 @@ class PrefillAgent:
         assert self._sidecar.pool is not None
         memory = self._sidecar.pool.memory
         self._core.may_send_raw = False
+        if self._mode is Mode.P2P and self._sidecar.pool.for_peers() is None:
+            raise RefusedError(
+                "mode p2p needs a pool that decode workers of this host can map: make it with allocate_pool(), or from "
+                "plain cudaMalloc (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False)"
+            )
         if memory is None:
-            if self._mode in (Mode.RAW, Mode.P2P):
-                raise RefusedError(
-                    f"mode {self._mode.value} needs a pool that agents can map: hand it over with placement agent"
-                )
+            if self._mode is Mode.RAW:
+                raise RefusedError("mode raw needs a pool that agents can map: hand it over with placement agent")
             return
         try:
             self._raw_region = self._sidecar.transport.register(Region(memory.address, memory.num_bytes, memory.fd))

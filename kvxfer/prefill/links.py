@@ -170,7 +170,7 @@ class PeerLinks:
                 layout=pool.layout,
                 segment_bytes=paired.info.segment_bytes,
                 figures=figures,
-                pull_path=self._pull_path if pool.memory is not None else "",  # a pool of a stream is seen by nobody
+                pull_path=self._pull_path if pool.for_peers() is not None else "",
             ),
         )
 

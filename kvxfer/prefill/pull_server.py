@@ -19,7 +19,7 @@ class PullServer:
 
     def _poll(self, _now: float) -> None:
         pool = self._sidecar.pool
-        name, memory = (None, None) if pool is None else (pool.pool, pool.memory)
+        name, memory = (None, None) if pool is None else (pool.pool, pool.for_peers())
         for problem in self._listener.poll(name, memory, self.leases):
             self._sidecar.log.warning("refused to share the pool: %s", problem)
 

@@ -146,6 +146,10 @@ class CudaRowStream:
             self._gpu.unregister(memory)
             self._registered.remove(memory)
 
+    def clear_memory(self, index: int) -> None:
+        """`RowStream.clear_memory`."""
+        self._tables()[:, index] = 0
+
     def close(self) -> None:
         """`RowStream.close`. Raises `ContractError` instead of waiting for ever for an entry that has no order."""
         if self._is_closed:

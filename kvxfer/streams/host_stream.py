@@ -61,6 +61,10 @@ class HostRowStream:
     def forget(self, memory: HostMemory | DevicePool) -> None:
         """`RowStream.forget`. Nothing was made for it."""
 
+    def clear_memory(self, index: int) -> None:
+        """`RowStream.clear_memory`."""
+        self._memories.pop(index, None)
+
     def close(self) -> None:
         """`RowStream.close`."""
         with self._changed:

@@ -72,6 +72,7 @@ class MemoryIndex(enum.IntEnum):
 
     POOL = 0
     SLOTS = 1
+    FIRST_PEER = 2
     STAGING = 255
     """Where a segment is copied that is to be checked before its rows are moved; it needs as many bytes as a slot."""
 

@@ -39,6 +39,10 @@ class RowStream(Protocol):
         """No index means `memory` any more, and nothing is enqueued: after this it may be closed."""
         ...
 
+    def clear_memory(self, index: int) -> None:
+        """Spans that name `index` move nothing any more. No order that names it is under way."""
+        ...
+
     def close(self) -> None:
         """Wait for what is enqueued, then give everything back. Every enqueued entry must have its order by now.
         Calling it again does nothing."""

@@ -80,6 +80,30 @@ def segment_orders(
     return _orders(plan, plan.pieces(segment), src, dst, max_offsets)
 
 
+def pull_orders(plan: ChunkPlan, src: PoolSide, dst: PoolSide, max_offsets: int) -> list[Order]:
+    """The orders that together copy a whole chunk from pool to pool, for lanes of `max_offsets` offsets: as few as
+    their spans and tables allow, since on a GPU many rows cost little more than a few.
+
+    Raises `LayoutError` where a row lies outside its pool.
+    """
+    bundles: list[list[Piece]] = []
+    num_free = 0  # offsets of the last bundle that no table takes
+    for block_idx, block in enumerate(plan.blocks):
+        num_parts = -(-2 * block.num_rows // max(2, max_offsets))
+        layers = range(block.layers.first, block.layers.end)
+        for part_idx in range(num_parts):
+            first, end = (block.num_rows * idx // num_parts for idx in (part_idx, part_idx + 1))
+            for first_layer in range(0, len(layers), MAX_SPANS):
+                pieces = [Piece(block_idx, layer, first, end, 0) for layer in layers[first_layer:][:MAX_SPANS]]
+                num_offsets = 2 * (end - first)
+                if not bundles or num_offsets > num_free or len(bundles[-1]) + len(pieces) > MAX_SPANS:
+                    bundles.append([])
+                    num_free = max_offsets
+                bundles[-1] += pieces
+                num_free -= num_offsets
+    return [order for pieces in bundles for order in _orders(plan, pieces, src, dst, max_offsets)]
+
+
 def _orders(
     plan: ChunkPlan, pieces: Sequence[Piece], src: PoolSide | SlotSide, dst: PoolSide | SlotSide, max_offsets: int
 ) -> list[Order]:

@@ -12,15 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from weakref import WeakKeyDictionary
 
 from kvxfer.errors import LayoutError
-from kvxfer.operations import Move, Moved, MoveReports, SegmentSource, failed
+from kvxfer.operations import Move, Moved, MoveReports, PeerRows, failed
 from kvxfer.row_sums import BLOCK_BYTES
 from kvxfer.streams.chunk_orders import ChunkOrders
+from kvxfer.streams.order_book import OrderBook
 from kvxfer.streams.ring import NO_SUM, SRC_MEMORY_COLUMN, MemoryIndex, OrderCode, Ring, SumKind, SumOrder
 from kvxfer.streams.ring_watch import Awaited, RingWatch
-from kvxfer.streams.spans import PoolSide, SlotSide
 from kvxfer.streams.stream_operation import Look, Operation, Running
 
 
@@ -39,13 +38,9 @@ class StreamMover:
         made."""
         self._ring = ring
         self._mover = mover
-        self._pool_bytes = pool_bytes
         self._slot_bytes = slot_bytes
         self._want_entries = want_entries
-        # The orders of chunks, as long as somebody has the chunk.
-        self._gathers: WeakKeyDictionary[SegmentSource, ChunkOrders] = WeakKeyDictionary()
-        self._scatters: WeakKeyDictionary[SegmentSource, ChunkOrders] = WeakKeyDictionary()
-        self._pulls: WeakKeyDictionary[SegmentSource, ChunkOrders] = WeakKeyDictionary()
+        self._orders = OrderBook(pool_bytes, slot_bytes, ring)
         self._waiting: deque[Operation] = deque()  # with orders that no entry has yet, the first one first
         self._running: deque[Running] = deque()  # in the order of their numbers
         self._ended: list[Moved] = []  # and handed out by the next `look`
@@ -58,6 +53,7 @@ class StreamMover:
         self._ready = 0
         self._error: str | None = None
         self._is_held = False
+        self._must_rest = False
         self._may_still_move = False
         self._watch = RingWatch(ring, lambda: mover.report(None))
 
@@ -90,20 +86,14 @@ class StreamMover:
 
     def gather(self, move: Move, slot: int, look: Look | None) -> None:
         """`RowExecutor.gather`."""
-        orders = self._gathers.get(move.source)
-        if orders is None:
-            orders = self._plan(move, self._pool_side(move.source), self._slots_side())
-            self._gathers[move.source] = orders
+        orders = self._orders.gathers(move.source)
         first_byte = slot * self._slot_bytes
         summed = NO_SUM if move.row_sum is None else SumOrder(SumKind.MOVED, first_byte)
         self._submit(move, orders, first_byte, summed, look_after=look)
 
     def scatter(self, move: Move, slot: int, look: Look | None) -> None:
         """`RowExecutor.scatter`."""
-        orders = self._scatters.get(move.source)
-        if orders is None:
-            orders = self._plan(move, self._slots_side(), self._pool_side(move.source))
-            self._scatters[move.source] = orders
+        orders = self._orders.scatters(move.source)
         first_byte = slot * self._slot_bytes
         if move.row_sum is None:
             self._submit(move, orders, first_byte, look_before=look)
@@ -113,23 +103,25 @@ class StreamMover:
         summed = SumOrder(SumKind.CHECKED, first_byte, row_sum.num_bytes, row_sum.expected)
         self._submit(move, orders, 0, summed)
 
-    def pull(self, move: Move, src: PoolSide, look: Look | None) -> None:
-        """Copy a segment straight out of a peer's pool, which the stream's owner has mapped, then call `look` in a
-        thread: what it raises makes the rows worthless. All segments of a chunk come from the same `src`."""
-        orders = self._pulls.get(move.source)
-        if orders is None:
-            orders = self._plan(move, src, self._pool_side(move.source))
-            self._pulls[move.source] = orders
-        self._submit(move, orders, 0, look_after=look)
+    def pull(self, move: Move, src: PeerRows, look: Look) -> None:
+        """`RowExecutor.pull`."""
+        try:
+            orders = self._orders.pulls(move.source, src)
+        except LayoutError as error:
+            self._mover.report(failed(move.operation, move.segment, error))
+            return
+        self._add(Operation(move, deque(orders), look, NO_SUM, peer=src.index))
 
-    def _plan(self, move: Move, src: PoolSide | SlotSide, dst: PoolSide | SlotSide) -> ChunkOrders:
-        return ChunkOrders(move.source.plan, src, dst, self._ring.max_offsets)
+    def uses_peer(self, index: int) -> bool:
+        """Whether an order that was given, or is to be given, names the memory of that index."""
+        operations = [*self._waiting, *(running.operation for running in self._running)]
+        return any(operation.peer == index for operation in operations)
 
-    def _pool_side(self, source: SegmentSource) -> PoolSide:
-        return PoolSide(MemoryIndex.POOL, self._pool_bytes, source.addresses)
-
-    def _slots_side(self) -> SlotSide:
-        return SlotSide(MemoryIndex.SLOTS, self._slot_bytes, 0)
+    def let_rest(self, must_rest: bool) -> None:
+        """Leave no entry waiting for what may come: the stream is to come to rest, so that its owner can unmap
+        something. Until this is said otherwise; what is given goes on."""
+        self._must_rest = must_rest
+        self._advance()
 
     def _submit(
         self,
@@ -231,7 +223,7 @@ class StreamMover:
             return
         self._give()
         is_short = bool(self._waiting and self._free_lanes and not self._is_held)
-        has_surplus = self._num_wanted > self._num_needed()
+        has_surplus = self._has_surplus()
         if not (self._running or is_short or has_surplus or self._ready):
             self._watch.wait_for(None)
             return
@@ -294,8 +286,12 @@ class StreamMover:
             self._running.append(Running(self._next_number, lane, operation))
             operation.num_running += 1
             self._next_number += 1
-        while self._next_number < num_enqueued and self._num_wanted > self._num_needed():
+        while self._next_number < num_enqueued and self._has_surplus():
             self._skip_next()
+
+    def _has_surplus(self) -> bool:
+        """Whether an entry for which there is no order now is to be skipped."""
+        return self._must_rest or self._num_wanted > self._num_needed()
 
     def _skip_next(self) -> None:
         self._ring.order(self._next_number, OrderCode.SKIP)

@@ -26,6 +26,7 @@ class Operation:
     num_running: int = 0  # orders that entries have
     began_s: float = 0.0
     is_cancelled: bool = False
+    peer: int | None = None  # the index of the memory that it pulls from
     total: int = 0  # of what its entries have moved
     wrong_total: int | None = None  # what one of them has found in a segment that was to be checked
 

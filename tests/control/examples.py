@@ -6,6 +6,8 @@ from kvxfer.control import messages as m
 from kvxfer.control.handoff_messages import (
     HandoffMessage,
     LastWord,
+    PeerPool,
+    PeerPoolDropped,
     PoolAccepted,
     PoolOffer,
     PoolRefused,
@@ -14,6 +16,7 @@ from kvxfer.control.handoff_messages import (
 )
 from kvxfer.control.shared_memory import SharedMemory
 from kvxfer.layout import Group, LayerRange, Placement, PoolLayout, Shard, StatePart, TokenRange
+from kvxfer.streams.device import PoolHandle
 from kvxfer.transfer import EventKind, Reason
 
 TRANSFER = "0123456789abcdef0123456789abcdef"
@@ -81,6 +84,8 @@ EXAMPLES: dict[str, m.Message] = {
     "reject_ticket": m.RejectTicket(ticket=TICKET),
     "abort_transfer": m.AbortTransfer(transfer=TRANSFER),
     "slots_mapped": m.SlotsMapped(move=300),
+    "peer_pool_mapped": m.PeerPoolMapped(index=254, detail="no peer access"),
+    "peer_pool_unmapped": m.PeerPoolUnmapped(index=254),
     "more_entries": m.MoreEntries(num_entries=70_000),
     "ok": m.Ok(),
     "refused": m.Refused(reason=Reason.LAYOUT_MISMATCH, detail="got 1152, expected 576", field="row_bytes"),
@@ -180,6 +185,11 @@ HANDOFF_EXAMPLES: dict[str, HandoffMessage] = {
         pool=POOL, stream=SharedStream(ring_bytes=1 << 24, num_lanes=16, slots=SharedMemory(num_bytes=65 << 20))
     ),
     "slots_moved": SlotsMoved(move=3, slots=SharedMemory(num_bytes=65 << 20)),
+    "peer_pool": PeerPool(
+        index=254,
+        memory=SharedMemory(num_bytes=1 << 34, gpu=PoolHandle("ab" * 16, 1 << 34, 512, 1 << 35, 4711, bytes(64))),
+    ),
+    "peer_pool_dropped": PeerPoolDropped(index=2),
     "last_word": LastWord(num_events=7),
     "refused": PoolRefused(detail="pool descriptor: got 0 bytes"),
 }

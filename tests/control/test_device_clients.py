@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
+from kvxfer.control import client_link
 from kvxfer.control.client import AsyncDecodeClient, AsyncPrefillClient, DecodeClient, PrefillClient
+from kvxfer.errors import HandoffError
 from kvxfer.memory import HostMemory
 from kvxfer.streams import cuda_stream
 from kvxfer.streams.device import DevicePool
@@ -30,8 +33,14 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
     ids=["prefill", "prefill-asyncio", "decode", "decode-asyncio"],
 )
 def test_streams_have_programs_by_the_way_that_rows_go(
-    connect: Connect, is_prefill: bool, max_ctas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connect: Connect,
+    is_prefill: bool,
+    max_ctas: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """A pool of a prefill worker that cannot be shared is not, and the log says why; nobody pulls from the others."""
     pool = HostMemory.create(POOL_BYTES, "pool")
     made: list[tuple[DevicePool, int]] = []
 
@@ -39,8 +48,14 @@ def test_streams_have_programs_by_the_way_that_rows_go(
         made.append((device_pool, max_ctas))
         return HostRowStream(ring, pool, slots)
 
+    def refuse(_: DevicePool) -> None:
+        raise HandoffError("pool: got memory without a legacy IPC handle")
+
     monkeypatch.setattr(cuda_stream, "CudaRowStream", make)
+    monkeypatch.setattr(client_link, "share", refuse)
+    caplog.set_level(logging.INFO, "kvxfer.worker")
     device_pool = DevicePool(pool.address, POOL_BYTES, 0)
     with FakeAgent(tmp_path, accept_all, is_prefill=is_prefill), connect(tmp_path, device_pool, layout()):
         assert made == [(device_pool, max_ctas)]
+    assert ("cannot pull rows out of the pool: pool: got memory without a legacy" in caplog.text) == is_prefill
     pool.close()

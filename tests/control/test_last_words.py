@@ -129,6 +129,9 @@ class Restless:
 
     def feed(self) -> None: ...
 
+    def take_unmapped(self) -> list[int]:
+        return []
+
     def end(self) -> None:
         self._quiet_at_s = time.monotonic() + self._busy_s
 

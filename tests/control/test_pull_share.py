@@ -19,12 +19,13 @@ import pytest
 from kvxfer.control.pull_share import (
     NUM_LEASES,
     LeaseTable,
+    OfferedPool,
     PullConnection,
     PullListener,
     PullOffer,
     PullRequest,
-    SharedPool,
 )
+from kvxfer.control.shared_memory import HeldMemory, SharedMemory, describe
 from kvxfer.errors import ConfigError, HandoffError
 from kvxfer.memory import HostMemory
 
@@ -42,8 +43,12 @@ class Source:
         self.leases = LeaseTable()
         self.listener = PullListener(path, INCARNATION)
 
+    @property
+    def held(self) -> HeldMemory:
+        return HeldMemory(describe(self.memory), self.memory.fd)
+
     def poll(self) -> list[str]:
-        return self.listener.poll(POOL, self.memory, self.leases)
+        return self.listener.poll(POOL, self.held, self.leases)
 
     def raw(self) -> socket.socket:
         """A client that says what the test wants."""
@@ -52,7 +57,7 @@ class Source:
         client.connect(self.listener.path)
         return client
 
-    def share(self) -> SharedPool:
+    def share(self) -> OfferedPool:
         connection = PullConnection(self.listener.path, INCARNATION, POOL)
         assert self.poll() == []
         shared = connection.poll()
@@ -79,6 +84,12 @@ def request(incarnation: str = INCARNATION, pool: str = POOL) -> bytes:
     return msgspec.msgpack.encode(PullRequest(incarnation=incarnation, pool=pool))
 
 
+def mapped(shared: OfferedPool) -> HostMemory:
+    """The pool, as whoever moves rows maps it."""
+    (fd,) = shared.memory.fds()
+    return HostMemory.attach(os.dup(fd), shared.memory.shared.num_bytes, is_read_only=True)
+
+
 def is_readable(listener: PullListener) -> bool:
     return bool(select.select([listener], [], [], 0)[0])
 
@@ -93,17 +104,21 @@ def test_the_pool_and_its_leases_are_shared(source: Source) -> None:
     shared = connection.poll()
     connection.close()
     assert shared is not None
-    np.testing.assert_array_equal(shared.array, source.memory.array)
-    source.memory.array[-1] = 255
-    assert shared.array[-1] == 255  # the same memory, not a copy
+    with mapped(shared) as memory:
+        np.testing.assert_array_equal(memory.array, source.memory.array)
+        source.memory.array[-1] = 255
+        assert memory.array[-1] == 255  # the same memory, not a copy
     lease = source.leases.take()
     assert lease is not None
-    assert shared.is_leased(*lease)
+    assert shared.leases.is_leased(*lease)
+    shared.leases.check(lease)
     source.leases.revoke(lease[0])
-    assert not shared.is_leased(*lease)
-    assert not shared.is_leased(NUM_LEASES, 1)
+    assert not shared.leases.is_leased(*lease)
+    with pytest.raises(HandoffError, match="the source has revoked the lease on its rows"):
+        shared.leases.check(lease)
+    assert not shared.leases.is_leased(NUM_LEASES, 1)
     shared.close()
-    assert not shared.is_leased(*lease)
+    assert not shared.leases.is_leased(*lease)
 
 
 def test_what_is_shared_cannot_be_written(source: Source) -> None:
@@ -112,7 +127,7 @@ def test_what_is_shared_cannot_be_written(source: Source) -> None:
         assert source.poll() == []
         packet, fds, _, _ = socket.recv_fds(client, 4096, 4)
     offer = msgspec.msgpack.decode(packet, type=PullOffer)
-    assert (offer.pool_bytes, offer.lease_bytes) == (NUM_BYTES, NUM_LEASES * 8)
+    assert offer == PullOffer(pool=SharedMemory(num_bytes=NUM_BYTES), lease_bytes=NUM_LEASES * 8)
     try:
         for fd, num_bytes in zip(fds, (NUM_BYTES, NUM_LEASES * 8), strict=True):
             with pytest.raises(PermissionError):
@@ -123,10 +138,11 @@ def test_what_is_shared_cannot_be_written(source: Source) -> None:
         for fd in fds:
             os.close(fd)
     shared = source.share()
-    for view in (shared.array, shared.words):
-        with pytest.raises(ValueError, match="read-only"):
-            view[0] = 1
-    del view
+    with mapped(shared) as memory:
+        for view in (memory.array, shared.leases.words):
+            with pytest.raises(ValueError, match="read-only"):
+                view[0] = 1
+        del view
     shared.close()
 
 
@@ -141,7 +157,7 @@ def test_what_is_shared_cannot_be_written(source: Source) -> None:
 )
 def test_another_pool_is_refused(source: Source, incarnation: str, pool: str, has_pool: bool, expected: str) -> None:
     connection = PullConnection(source.listener.path, incarnation, pool)
-    held_pool, memory = (POOL, source.memory) if has_pool else (None, None)
+    held_pool, memory = (POOL, source.held) if has_pool else (None, None)
     (problem,) = source.listener.poll(held_pool, memory, source.leases)
     assert expected in problem
     with pytest.raises(HandoffError, match="pull: refused: pool: got"):
@@ -248,7 +264,7 @@ class Impostor:
         self._socket.bind(self.path)
         self._socket.listen()
 
-    def answer(self, packet: bytes, fds: list[int]) -> SharedPool | None:
+    def answer(self, packet: bytes, fds: list[int]) -> OfferedPool | None:
         """What a decode agent makes of an answer."""
         connection = PullConnection(self.path, INCARNATION, POOL)
         client, _ = self._socket.accept()
@@ -266,7 +282,7 @@ class Impostor:
 
 
 def offer(pool_bytes: int = NUM_BYTES, lease_bytes: int = NUM_LEASES * 8) -> bytes:
-    return msgspec.msgpack.encode(PullOffer(pool_bytes=pool_bytes, lease_bytes=lease_bytes))
+    return msgspec.msgpack.encode(PullOffer(pool=SharedMemory(num_bytes=pool_bytes), lease_bytes=lease_bytes))
 
 
 @pytest.fixture
@@ -330,15 +346,6 @@ def test_a_directory_in_use_is_refused_and_nothing_stays(source: Source, tmp_pat
     source.listener.close()
     assert not Path(source.listener.path).exists()
     source.listener = PullListener(tmp_path / "agent", INCARNATION)
-
-
-def test_a_mapping_in_use_outlives_its_close(source: Source) -> None:
-    """A copy under way when the source is lost reads on; the mapping goes with it."""
-    shared = source.share()
-    view = shared.array
-    shared.close()
-    assert shared.array.size == 0
-    np.testing.assert_array_equal(view, source.memory.array)
 
 
 def test_leases_run_out_and_come_back_with_other_values() -> None:

@@ -50,6 +50,9 @@ class _Stream:
         assert memory not in self.memories.values()
         self.forgotten.append(memory)
 
+    def clear_memory(self, index: int) -> None:
+        del self.memories[index]
+
     def close(self) -> None:
         self.num_closed += 1
 

@@ -240,7 +240,7 @@ SEEDS: dict[str, tuple[bytes, ...]] = {
     "metadata": (encode_metadata(_METADATA),),
     "pull": (
         _encode(PullRequest(incarnation=PREFILLER, pool=POOL)),
-        _encode(PullOffer(pool_bytes=1 << 20, lease_bytes=1 << 15)),
+        _encode(PullOffer(pool=SharedMemory(num_bytes=1 << 20), lease_bytes=1 << 15)),
         _encode(PullRefusal(detail="no")),
     ),
     "config": (_PREFILL_TOML, _DECODE_TOML),

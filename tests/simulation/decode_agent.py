@@ -169,7 +169,7 @@ class SimDecode(SimAgent[Action]):
             -1,
             transfer,
             pull.source,
-            pull.segment,
+            0,
             pull.cancel,
             side,
             src_addresses=pull.src_addresses,

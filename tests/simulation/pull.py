@@ -51,13 +51,21 @@ class SharedPool:
 
 @dataclass(slots=True, eq=False)
 class PullOperation(Operation):
-    """A pull. `is_copied` once its rows have been read."""
+    """A pull of a whole chunk. `is_copied` once its rows have been read."""
 
     shared: SharedPool | None = None
     src_addresses: tuple[BlockAddresses, ...] = ()
     lease: tuple[int, int] = (0, 0)
     is_copied: bool = False
 
+    def copies(self) -> list[Copy]:
+        """Rows in this side's pool."""
+        return self._copies(self.source.addresses)
+
     def src_copies(self) -> list[Copy]:
         """Rows in the source's pool, parallel to `copies`."""
-        return copies(self.source.plan, self.src_addresses, self.segment)
+        return self._copies(self.src_addresses)
+
+    def _copies(self, addresses: tuple[BlockAddresses, ...]) -> list[Copy]:
+        plan = self.source.plan
+        return [copy for segment in range(plan.num_segments) for copy in copies(plan, addresses, segment)]

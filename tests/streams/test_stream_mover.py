@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import IntegrityError
-from kvxfer.operations import CancelFlag, RowSum, SegmentSource
+from kvxfer.operations import CancelFlag, PeerRows, RowSum, SegmentSource
 from kvxfer.row_sums import row_sum
 from kvxfer.rows_host import gather_segment
 from kvxfer.streams.ring import OrderCode
-from kvxfer.streams.spans import PoolSide
 from kvxfer.wire import BlockAddresses
 from tests.streams.owner import NUM_SLOTS, POOL_BYTES, ROW_BYTES, SLOT_BYTES, Owner, chunk_of
 
@@ -64,7 +63,7 @@ def test_rows_are_pulled_from_another_memory(owner: Owner) -> None:
     owner.stream.set_memory(2, owner.slots)
     row_offsets = np.arange(10, dtype=np.int64)[::-1].copy() * ROW_BYTES
     owner.slots.array[:] = np.random.default_rng(1).integers(0, 256, owner.slots.num_bytes)
-    src = PoolSide(2, owner.slots.num_bytes, (BlockAddresses(0, 0, row_offsets, ROW_BYTES),))
+    src = PeerRows(2, owner.slots.num_bytes, (BlockAddresses(0, 0, row_offsets, ROW_BYTES),))
     owner.mover.expect(1, 0)
     owner.mover.pull(owner.move(1, target), src, lambda: "the lease holds")
     assert [each.result for each in owner.wait(1)] == ["the lease holds"]

@@ -1,0 +1,158 @@
+"""Pools of prefill workers of this host, as a decode agent has them mapped for whoever moves its worker's rows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from kvxfer.control.handoff_messages import PeerPool, PeerPoolDropped, PeerWord
+from kvxfer.control.messages import PeerPoolMapped, PeerPoolUnmapped
+from kvxfer.control.shared_memory import HeldMemory, attach
+from kvxfer.errors import HandoffError
+from kvxfer.memory import HostMemory
+from kvxfer.row_mover import HostExecutor
+from kvxfer.streams.ring import MemoryIndex
+from kvxfer.streams.stream_mover import StreamMover
+
+Answer = Callable[[str], None]
+"""Hears once what became of a pool: nothing where rows may be pulled from it, otherwise why they may not."""
+
+
+class PeerPools(Protocol):
+    """Of the worker that is attached. Called from the agent's loop."""
+
+    def map(self, memory: HeldMemory, answer: Answer) -> int:
+        """Have `memory` mapped, which is this object's from now on; the index that stands for it. `answer` may be
+        called at once; after a refusal the index stands for nothing."""
+        ...
+
+    def drop(self, index: int) -> None:
+        """Nothing is pulled from `index` any more, beyond what was given; `answer` is not called any more."""
+        ...
+
+    def hear(self, word: PeerPoolMapped | PeerPoolUnmapped) -> None:
+        """The worker has answered."""
+        ...
+
+    def advance(self) -> None:
+        """Once a turn of the loop: let go of what was dropped and is in use no more."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is mapped in this process. Calling it again does nothing."""
+        ...
+
+
+class HostPeerPools:
+    """Mapped in this process, for its threads."""
+
+    def __init__(self, rows: HostExecutor) -> None:
+        self._rows = rows
+        self._mapped: dict[int, HostMemory] = {}
+        self._num_mapped = 0
+
+    def map(self, memory: HeldMemory, answer: Answer) -> int:
+        """`PeerPools.map`."""
+        self._num_mapped += 1
+        index = self._num_mapped
+        try:
+            self._mapped[index] = mapped = _attach_host(memory)
+        except HandoffError as error:
+            answer(str(error))
+            return index
+        self._rows.peers[index] = mapped.array
+        answer("")
+        return index
+
+    def drop(self, index: int) -> None:
+        """`PeerPools.drop`. A copy under way keeps its mapping until it ends."""
+        memory = self._mapped.pop(index, None)
+        if memory is not None:
+            del self._rows.peers[index]
+            memory.close()
+
+    def hear(self, word: PeerPoolMapped | PeerPoolUnmapped) -> None:
+        """Nobody was asked."""
+
+    def advance(self) -> None:
+        """Mappings go by themselves."""
+
+    def close(self) -> None:
+        """`PeerPools.close`."""
+        for index in list(self._mapped):
+            self.drop(index)
+
+
+def _attach_host(memory: HeldMemory) -> HostMemory:
+    if memory.shared.gpu is not None:
+        memory.close()
+        raise HandoffError("pool: got one on a GPU, expected one in host memory, like that of the decode worker")
+    fds = memory.fds()
+    memory.fd = -1  # `attach` closes it
+    mapped = attach(memory.shared, fds, "pool", is_read_only=True)
+    assert isinstance(mapped, HostMemory)
+    return mapped
+
+
+class StreamPeerPools:
+    """Mapped by the worker, whose stream moves the rows.
+
+    An index is asked for, then mapped or refused; when it was dropped and no order names it, the worker is told to
+    unmap it, which it does when its stream is at rest, and only its answer makes the index free again.
+    """
+
+    def __init__(self, mover: StreamMover, tell: Callable[[PeerWord, HeldMemory | None], None]) -> None:
+        """`tell` says a word to the worker, sooner or later and in order, and takes over the memory that goes along."""
+        self._mover = mover
+        self._tell = tell
+        self._free = deque(range(MemoryIndex.FIRST_PEER, MemoryIndex.STAGING))
+        self._asked: dict[int, Answer] = {}
+        self._leaving: set[int] = set()  # dropped
+        self._unmapping: set[int] = set()  # and the worker was told
+
+    @property
+    def num_free(self) -> int:
+        """Indices that stand for nothing."""
+        return len(self._free)
+
+    def map(self, memory: HeldMemory, answer: Answer) -> int:
+        """`PeerPools.map`."""
+        if not self._free:
+            memory.close()
+            answer(f"the decode worker has {MemoryIndex.STAGING - MemoryIndex.FIRST_PEER} pools mapped already")
+            return -1
+        index = self._free.popleft()
+        self._asked[index] = answer
+        self._tell(PeerPool(index=index, memory=memory.shared), memory)
+        return index
+
+    def drop(self, index: int) -> None:
+        """`PeerPools.drop`."""
+        if index not in self._free and index >= MemoryIndex.FIRST_PEER:
+            self._asked.pop(index, None)
+            self._leaving.add(index)
+
+    def hear(self, word: PeerPoolMapped | PeerPoolUnmapped) -> None:
+        """`PeerPools.hear`. What was not asked for proves nothing."""
+        if isinstance(word, PeerPoolMapped):
+            answer = self._asked.pop(word.index, None)
+            if answer is not None:
+                if word.detail:
+                    self._free.append(word.index)
+                answer(word.detail)
+        elif word.index in self._unmapping:
+            self._unmapping.remove(word.index)
+            self._free.append(word.index)
+            self._mover.let_rest(bool(self._unmapping))
+
+    def advance(self) -> None:
+        """`PeerPools.advance`."""
+        for index in [index for index in self._leaving if not self._mover.uses_peer(index)]:
+            self._leaving.remove(index)
+            self._unmapping.add(index)
+            self._tell(PeerPoolDropped(index=index), None)
+            self._mover.let_rest(True)
+
+    def close(self) -> None:
+        """The worker unmaps by itself when its agent is gone."""
