@@ -13,12 +13,18 @@ from kvxfer.ops.config import OpsConfig, SlotConfig, TransportConfig
 from kvxfer.sidecar import Sidecar
 
 WAIT_S = 10.0
+_SLOTS = SlotConfig(num_slots=2, slot_bytes=4096)
 
 
 class IdleAgent:
     """Notes what it is told; serves requests as `answer` says. Runs on a thread once `start` was called."""
 
-    def __init__(self, path: Path, transport: str = "loopback") -> None:
+    def __init__(
+        self,
+        path: Path,
+        transport: str = "loopback",
+        slots: SlotConfig = _SLOTS,
+    ) -> None:
         self.told: list[object] = []
         self.is_quiet = True
         self.has_drained = True
@@ -30,7 +36,7 @@ class IdleAgent:
             socket_dir=str(path),
             host="127.0.0.1",
             transport=TransportConfig(name=transport),  # type: ignore[arg-type]
-            slots=SlotConfig(num_slots=2, slot_bytes=4096),
+            slots=slots,
             ops=OpsConfig(),
             num_threads=1,
             drain_s=WAIT_S,

@@ -8,8 +8,12 @@ import pathlib
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
+from kvxfer.errors import ProtocolError
+from kvxfer.transports import create_transport
+from kvxfer.transports._metadata import PublishedRegion, decode_metadata, encode_metadata
 from kvxfer.transports._nixl_engine import MAX_UNREACHABLE_PEERS
 from kvxfer.transports._ucx_log import UcxLog
 
@@ -27,6 +31,9 @@ _TABLES = """\
 [1795956301.292190] [vm:5005 :0]   | remote memory write by ucp_put* from host memory to host  |
 [1795956301.292190] [vm:5005 :0]   | 0..2000 | short     | rc_mlx5/mlx5_0:1                    |
 [1795956301.292190] [vm:5005 :0]   | 2001..inf | zero-copy | 50% on rc_mlx5/mlx5_0:1 and 50% on dc_mlx5/mlx5_1:1 |
+[1795956301.292190] [vm:5005 :0]   | w-1 intra-node cfg#3                                                |
+[1795956301.292190] [vm:5005 :0]   | remote memory write by ucp_put* from cuda/GPU0 memory to cuda/GPU0  |
+[1795956301.292190] [vm:5005 :0]   | 0..inf | zero-copy | cuda_ipc/cuda                                  |
 """
 
 
@@ -45,6 +52,8 @@ def test_the_path_is_what_ucx_chose_for_long_writes(log_and_file: tuple[UcxLog, 
     assert log.write_path("intra-node") == "cma"
     assert log.write_path("inter-node") == "dc_mlx5+rc_mlx5"
     assert log.write_path("self") == "unknown"
+    assert log.write_path("intra-node", is_gpu=True) == "cuda_ipc"
+    assert log.write_path("inter-node", is_gpu=True) == "unknown"
 
 
 def test_a_line_may_come_in_two_pieces_and_what_is_no_table_is_passed_on(
@@ -141,3 +150,15 @@ def test_peers_that_are_gone_cost_a_bounded_number_of_descriptors() -> None:
     num_refused, num_kept = run(_ADD_DEAD, metadata, str(num_added)).split()
     assert int(num_refused) == num_added
     assert int(num_kept) <= MAX_UNREACHABLE_PEERS + 4  # two engine objects may differ by a few
+
+
+@pytest.mark.nixl
+def test_memory_of_a_gpu_and_of_the_host_are_no_pair_on_one_host() -> None:
+    transport = create_transport("nixl", incarnation="me")
+    try:
+        metadata = decode_metadata(transport.metadata(), "nixl")
+        on_gpu = PublishedRegion(1, 4096, 1 << 20, gpu_index=0)
+        with pytest.raises(ProtocolError, match=r"slots.kind: got slots in the host's memory and those of peer p in a"):
+            transport.add_peer("p", encode_metadata(msgspec.structs.replace(metadata, regions=[on_gpu])))
+    finally:
+        transport.close()
