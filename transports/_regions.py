@@ -72,8 +72,6 @@ def checked_entries(batch: WriteBatch, local: Collection[Region], remote: dict[i
     """
     _check_arrays(batch)
     target = _target_region(batch.dst_region, remote)
-    if batch.num_entries == 1 and _is_inside(batch, local, target):
-        return Entries(batch.src_addresses, batch.dst_offsets + np.uint64(target.address), batch.lengths)
     lengths = batch.lengths
     if batch.num_entries == 1 and (source := _source_of_the_only_entry(batch, local, target)) is not None:
         dst = batch.dst_offsets + np.uint64(target.address)
@@ -119,17 +117,6 @@ def _source_of_the_only_entry(batch: WriteBatch, local: Iterable[Region], target
         if region.address <= src and src + num_bytes <= region.address + region.num_bytes:
             return region
     return None
-
-
-def _is_inside(batch: WriteBatch, local: Iterable[Region], target: RemoteRegion) -> bool:
-    """Whether a batch of one entry lies inside the regions and is not empty, as nearly all do: numbers are checked
-    faster than arrays."""
-    src, dst, length = int(batch.src_addresses[0]), int(batch.dst_offsets[0]), int(batch.lengths[0])
-    if not 0 < length <= target.num_bytes - dst:
-        return False
-    return any(
-        region.address <= src and src + length <= region.address + region.num_bytes for region in local
-    )
 
 
 def _check_arrays(batch: WriteBatch) -> None:
