@@ -68,6 +68,12 @@ class PoolSeat:
         """`rows`, where a stream of the agent's own moves them."""
         return self._rows if isinstance(self._rows, OwnStreamMover) else None
 
+    @property
+    def gpu_turn_s(self) -> float | None:
+        """`OwnStream.turn_s`, where there is one. From any thread."""
+        rows = self.own_rows
+        return None if rows is None else rows.turn_s
+
     def look(self) -> list[Moved]:
         """`RowExecutor.look`, where there is one."""
         return [] if self._rows is None else self._rows.look()

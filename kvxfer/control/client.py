@@ -86,11 +86,13 @@ class _Client:
     ) -> Self:
         """Hand the pool `memory`, which lies as `layout` says, to the agent at `socket_dir` and attach to it.
 
-        `placement`: who moves the pool's rows. `"agent"`: the agent maps the pool (default of host pools). `"worker"`:
-        a stream of this process, by the agent's orders, and no other process ever sees the pool (the only one of device
-        pools, a `kvxfer.streams.device.DevicePool`). The stream is fed from within this client's calls.
+        `memory`: a `HostMemory`, or on a GPU a `kvxfer.streams.device.DevicePool` or what `allocate_pool` gives.
+        `placement`: who moves the pool's rows. `"agent"`: the agent, which maps the pool (default of host pools).
+        `"worker"`: a stream of this process, by the agent's orders, fed from within this client's calls (default of
+        pools on a GPU).
 
-        Waits for the agent up to `timeout_s` in all, also for one that has yet to start. `memory` stays the caller's:
+        Waits for the agent up to `timeout_s` in all, also for one that has yet to start, and for longer where it says
+        that it prepares to map a pool of a GPU or a stream is made here. `memory` stays the caller's:
         close it after the client. Raises `HandoffError` where the agent refuses the pool, `LayoutError` where `layout`
         goes beyond it, `RefusedError` where the agent takes no worker, `PairingError` for an agent of the other role,
         `AgentLostError` where there is none, `ControlTimeoutError` where it does not answer, `ContractError` for a

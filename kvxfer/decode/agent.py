@@ -84,6 +84,7 @@ class DecodeAgent:
             engine=sidecar.transport.counters,
             paths=self._links.paths(),
             has_worker=sidecar.pool is not None,
+            gpu_turn_s=sidecar.desk.seat.gpu_turn_s,
         )
 
     def close(self) -> None:

@@ -22,3 +22,6 @@ class AgentFigures:
     paths: Sequence[str]
     has_worker: bool
     door: DoorCounts | None = None
+    gpu_turn_s: float | None = None
+    """How long a move on a GPU takes from its order to its end when none is before it, where a stream of the agent's
+    own moves rows."""

@@ -105,6 +105,8 @@ def _peers(now: AgentFigures) -> Iterator[_Family]:
     paths = _by_name(Counter(now.paths))
     yield _gauge("peer_paths", "Paired agents by the path that the engine takes to them.", side, "path", paths)
     yield _gauge("worker_attached", "Whether a worker has handed its pool over.", side, "", _one(now.has_worker))
+    told = "How long a move by the agent's own stream on a GPU takes when none is before it; 0 without one."
+    yield _gauge("gpu_turn_seconds", told, side, "", _one(now.gpu_turn_s or 0.0))
     yield _gauge("agent_info", "This agent; always 1.", side, "transport", {(now.transport,): 1})
     if now.door is not None:
         door = now.door

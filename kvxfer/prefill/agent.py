@@ -112,6 +112,7 @@ class PrefillAgent:
             engine=sidecar.transport.counters,
             paths=[peer.info.figures.path for peer in list(self._core.peers.values())],
             has_worker=sidecar.pool is not None,
+            gpu_turn_s=sidecar.desk.seat.gpu_turn_s,
             door=self._links.door,
         )
 

@@ -103,6 +103,7 @@ class FakeCuda:
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
         self.streams: dict[int, Stream] = {0: Stream()}
+        self.all_streams = [self.streams[0]]
         self.num_events = 0
         self.num_checks = 0
         self.num_ctas: dict[bytes, int] = {}
@@ -192,6 +193,7 @@ class FakeCuda:
         self.priorities.append(priority)
         handle = next(self._handles)
         self.streams[handle] = Stream()
+        self.all_streams.append(self.streams[handle])
         return 0, handle
 
     def cuStreamDestroy(self, stream: int) -> tuple[int, ...]:

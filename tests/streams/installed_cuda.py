@@ -28,5 +28,8 @@ def installed(made: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeC
         cached.cache_clear()
     yield made
     made.cuStreamDestroy(0)
+    for stream in made.all_streams:
+        stream.join(10)
+        assert not stream.is_alive()
     for cached in (driver.gpu, cuda_track.load_kernels):
         cached.cache_clear()
