@@ -73,6 +73,7 @@ class Peer:
         """Start it; `handle`, with `fd` where it has one, names memory of another process for kind `imported`. Other
         memory of a GPU lies on the one of `gpu_index`."""
         self.name = uuid.uuid4().hex
+        self.transport = transport
         arguments = {
             "name": self.name,
             "transport": transport,
