@@ -1,4 +1,4 @@
-"""The same scenarios over NCCL, two GPUs; and what only GPUs show: CUDA graphs and peak memory."""
+"""The same scenarios over NCCL, two GPUs or four; and what only GPUs show: CUDA graphs and peak memory."""
 
 from pathlib import Path
 
@@ -34,3 +34,10 @@ def test_over_nccl(tmp_path: Path, scenario: object) -> None:
 def test_fp8_over_nccl(tmp_path: Path) -> None:
     run_ranks(dcp_scenarios.merges_fp8, 2, tmp_path, torch.float8_e4m3fn, device="cuda")
     run_ranks(dcp_scenarios.gathers_queries, 2, tmp_path, torch.float8_e4m3fn, device="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="NCCL needs a GPU for each of four ranks")
+@pytest.mark.parametrize("scenario", [dcp_scenarios.merges_to_the_whole, dcp_gpu_scenarios.replays_a_graph])
+def test_four_ranks_over_nccl(tmp_path: Path, scenario: object) -> None:
+    assert callable(scenario)
+    run_ranks(scenario, 4, tmp_path, device="cuda")
