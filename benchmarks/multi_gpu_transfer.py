@@ -160,7 +160,7 @@ def _quick(case: TransferCase) -> TransferCase:
         device="cpu",
         num_gpus=1,
         slot_kind="pinned_host",
-        placement="agent" if case.mode == "p2p" else "worker",
+        placement="worker",
     )
 
 

@@ -76,16 +76,17 @@ def layer_pages(pool: torch.Tensor, group: Group) -> list[torch.Tensor]:
 
 
 def send_prompt(
-    client: PrefillClient, memory: HostMemory, ticket: Ticket, model: DeepseekV3ForCausalLM, prompt: Sequence[int]
+    client: PrefillClient, pool: torch.Tensor, ticket: Ticket, model: DeepseekV3ForCausalLM, prompt: Sequence[int]
 ) -> None:
     """Prefills chunk by chunk, and submits each chunk as soon as its rows are in the pool; with the first token."""
     (group,) = source_layout().groups
     pages = shuffled_pages(Shard(), len(prompt), group.page_tokens, seed=11)
-    kv_pages = layer_pages(torch.from_numpy(memory.array), group)
+    kv_pages = layer_pages(pool, group)
     for chunk in prefill_chunks(model, prompt, CHUNK_TOKENS):
         tokens = torch.arange(chunk.first, chunk.end)
         for layer, rows in zip(kv_pages, chunk.rows, strict=True):
-            layer[pages[tokens // group.page_tokens], tokens % group.page_tokens] = rows
+            layer[pages[tokens // group.page_tokens], tokens % group.page_tokens] = rows.to(pool.device)
+        _settle(pool)
         held = slice(chunk.first // group.page_tokens, -(-chunk.end // group.page_tokens))
         is_last = chunk.end == len(prompt)
         client.submit(
@@ -96,14 +97,19 @@ def send_prompt(
         )
 
 
+def _settle(pool: torch.Tensor) -> None:
+    """What was done to `pool` is there for other streams, too."""
+    if pool.is_cuda:
+        torch.cuda.current_stream().synchronize()
+
+
 class LatentPool:
     """A decode worker's pool `[num_bytes]` uint8, on the host or a GPU, that waits for a prompt's rows; `num_spare`
     tokens more have room in its pages."""
 
     def __init__(self, pool: torch.Tensor, client: DecodeClient, shard: Shard, num_tokens: int, num_spare: int) -> None:
         pool.fill_(_NAN_BYTE)
-        if pool.is_cuda:
-            torch.cuda.current_stream().synchronize()  # rows come on another stream
+        _settle(pool)
         self._pool, self._client = pool, client
         self._shard, self._num_tokens = shard, num_tokens
         (self._group,) = target_layout(shard).groups
@@ -146,7 +152,7 @@ def decode_through_agents(
         ticket = source_client.ticket(deadline_s=WAIT_S)
         for pool in pools:
             pool.open(ticket)
-        send_prompt(source_client, source.memory, ticket, model, prompt)
+        send_prompt(source_client, torch.from_numpy(source.memory.array), ticket, model, prompt)
         ranks, first_tokens = zip(*(pool.landed(ticket) for pool in pools), strict=True)
         assert source_client.wait(ticket, WAIT_S).event is EventKind.SENT
         assert len(set(first_tokens)) == 1
@@ -164,25 +170,31 @@ def decode_in_processes(
     interleave: int,
     backend: Literal["a2a", "ag_rs"],
     mode: TransferMode = "auto",
-    device: Literal["cpu", "cuda"] = "cpu",
+    src_device: Literal["cpu", "cuda"] = "cpu",
+    dst_device: Literal["cpu", "cuda"] = "cpu",
 ) -> None:
     """As `decode_through_agents`, but every decode rank is a process of its own and they merge with a `DcpGroup`.
 
     Every rank must say `expected`. Rows are pulled out of the source's pool (mode `auto` on one host); the prompt is
-    submitted before any rank has opened the transfer. With `device` "cuda" every rank has a GPU: its pool lies there, a
-    stream of the rank moves the rows, and attention and merge, over NCCL, run there.
+    submitted before any rank has opened the transfer. With `dst_device` "cuda" every rank has a GPU: its pool lies
+    there, a stream of the rank moves the rows, and attention and merge, over NCCL, run there. With `src_device` "cuda"
+    the source's pool lies on GPU 0, and rows can only be pulled: its worker does not look at its stream meanwhile.
     """
+    layout = source_layout()
     with AgentWorld(path / "agents") as world:
         world.start_prefill("prefill", mode=mode, slot_bytes=SLOT_BYTES)
-        source, source_client = world.join_prefill("prefill", source_layout())
         for rank in range(num_ranks):
             world.start_decode(str(rank), rank, num_ranks, slot_bytes=SLOT_BYTES)
-        ticket = source_client.ticket()
-        send_prompt(source_client, source.memory, ticket, model, prompt)
-        (path / "ranks").mkdir()
-        arguments = (str(path / "agents"), encode_ticket(ticket), len(prompt), interleave, backend, expected)
-        run_ranks(_decode_as_rank, num_ranks, path / "ranks", *arguments, device=device)
-        assert source_client.wait(ticket, WAIT_S).event is EventKind.SENT
+        with (
+            _new_pool(torch.device(src_device), layout) as (memory, pool),
+            PrefillClient.connect(path / "agents" / "prefill", memory, layout, timeout_s=WAIT_S) as client,
+        ):
+            ticket = client.ticket()
+            send_prompt(client, pool, ticket, model, prompt)
+            (path / "ranks").mkdir()
+            arguments = (str(path / "agents"), encode_ticket(ticket), len(prompt), interleave, backend, expected)
+            run_ranks(_decode_as_rank, num_ranks, path / "ranks", *arguments, device=dst_device)
+            assert client.wait(ticket, WAIT_S).event is EventKind.SENT
 
 
 def _decode_as_rank(
@@ -199,7 +211,7 @@ def _decode_as_rank(
     layout = target_layout(shard)
     socket_dir = Path(agents_dir) / str(shard.rank)
     with (
-        _rank_pool(device, layout.groups[0].extent_bytes + GUARD_BYTES) as (memory, tensor),
+        _new_pool(device, layout) as (memory, tensor),
         DecodeClient.connect(socket_dir, memory, layout, timeout_s=WAIT_S) as client,
     ):
         pool = LatentPool(tensor, client, shard, num_past, len(expected))
@@ -224,8 +236,9 @@ def _decode_as_rank(
 
 
 @contextmanager
-def _rank_pool(device: torch.device, num_bytes: int) -> Iterator[tuple[HostMemory | DevicePool, torch.Tensor]]:
-    """A rank's pool as its client takes it, and its bytes as a tensor."""
+def _new_pool(device: torch.device, layout: PoolLayout) -> Iterator[tuple[HostMemory | DevicePool, torch.Tensor]]:
+    """A worker's pool as its client takes it, and its bytes as a tensor."""
+    num_bytes = layout.groups[0].extent_bytes + GUARD_BYTES
     if device.type == "cuda":
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         yield DevicePool.of(tensor), tensor

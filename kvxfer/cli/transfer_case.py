@@ -62,10 +62,15 @@ class TransferCase:
                 f"--wire-gb-s: got {self.wire_gb_s:g} with transport {self.transport}, expected --transport loopback: "
                 "it alone holds writes as a wire would"
             )
-        if (self.placement == "worker" or self.device == "cuda") and self.mode in ("raw", "p2p"):
+        if self.mode == "raw" and (self.placement == "worker" or self.device == "cuda"):
             raise ConfigError(
-                f"--mode: got {self.mode}, expected packed, serial or auto with --placement worker or --device cuda: "
-                "engines and threads of agents cannot read the pools"
+                "--mode: got raw, expected packed, serial, p2p or auto with --placement worker or --device cuda: "
+                "engines cannot read the pools"
+            )
+        if self.mode == "p2p" and self.device == "cuda" and self.placement == "agent":
+            raise ConfigError(
+                "--mode: got p2p, expected packed, serial or auto with --device cuda and --placement agent: streams of "
+                "workers alone pull from pools on GPUs"
             )
         if self.verify == "full" and self.mode in ("raw", "p2p"):
             raise ConfigError(f"--verify: got full with mode {self.mode}, expected off: packed segments have checksums")

@@ -19,11 +19,12 @@ PROMPT = torch.randint(1, 128, (37,), generator=torch.Generator().manual_seed(5)
 @pytest.mark.gpu(limit_s=110.0)
 @pytest.mark.parametrize(
     ("num_ranks", "interleave", "backend", "mode"),
-    [(2, 1, "a2a", "packed"), (2, 8, "ag_rs", "auto"), (4, 1, "a2a", "auto"), (4, 8, "ag_rs", "packed")],
+    [(2, 1, "a2a", "packed"), (2, 8, "ag_rs", "p2p"), (4, 1, "a2a", "p2p"), (4, 8, "ag_rs", "packed")],
 )
 def test_ranks_on_gpus_give_the_tokens_of_generate(
     tmp_path: Path, num_ranks: int, interleave: int, backend: Literal["a2a", "ag_rs"], mode: TransferMode
 ) -> None:
+    """Rows come from host memory by way of slots, or are pulled out of a pool on GPU 0."""
     if num_ranks > torch.cuda.device_count():
         pytest.skip(f"needs {num_ranks} GPUs, one for each rank")
     model = build_model(MODEL_SEED)
@@ -38,5 +39,6 @@ def test_ranks_on_gpus_give_the_tokens_of_generate(
         interleave=interleave,
         backend=backend,
         mode=mode,
-        device="cuda",
+        src_device="cuda" if mode == "p2p" else "cpu",
+        dst_device="cuda",
     )
