@@ -22,7 +22,8 @@ class Clock:
     def after(self, delay_s: float, step: Step, process: Process | None = None) -> None:
         """Do `step` in `delay_s`: in `process`, later if that is paused then, never if it is dead."""
         self._num_events += 1
-        heapq.heappush(self._events, (self.now + delay_s, self._num_events, process, step))
+        # Whole microseconds: the same instant must come out the same from whenever it was asked for.
+        heapq.heappush(self._events, (round(self.now + delay_s, 6), self._num_events, process, step))
 
     @property
     def is_instant_over(self) -> bool:
