@@ -121,7 +121,7 @@ def test_a_mode_that_needs_a_mapped_pool_refuses_a_stream(tmp_path: Path) -> Non
         world.start_prefill("p0", mode="raw")
         layout = Split().sources()[0]
         world.placement = "worker"
-        with pytest.raises(RefusedError, match="mode raw needs a pool that agents can map"):
+        with pytest.raises(RefusedError, match="mode raw needs a pool in host memory that agents can map"):
             world.join_prefill("p0", layout)
         world.placement = "agent"
         world.join_prefill("p0", layout)

@@ -246,7 +246,7 @@ def test_a_worker_that_says_it_has_enqueued_what_it_has_not_harms_itself_alone(
 
 @pytest.mark.parametrize(
     ("row_bytes", "slot_bytes", "max_offsets"),
-    [(1152, 8 << 20, 7281), (576, 4096, 7), (1, 8 << 20, (1 << 17) - OFFSETS_WORD), (5000, 4096, 1)],
+    [(1152, 8 << 20, 2 * 7281), (576, 4096, 2 * 7), (1, 8 << 20, (1 << 17) - OFFSETS_WORD), (5000, 4096, 1)],
 )
 def test_lanes_have_room_for_a_slot_and_stay_small(row_bytes: int, slot_bytes: int, max_offsets: int) -> None:
     layout = make_layout((GroupSpec("kv", Placement.SHARDED, 1, row_bytes),), Geometry(4), 4, Shard())

@@ -146,7 +146,9 @@ class PrefillAgent:
             )
         if memory is None:
             if self._mode is Mode.RAW:
-                raise RefusedError("mode raw needs a pool that agents can map: hand it over with placement agent")
+                raise RefusedError(
+                    "mode raw needs a pool in host memory that agents can map: hand it over with placement agent"
+                )
             return
         try:
             self._raw_region = self._sidecar.transport.register(Region(memory.address, memory.num_bytes, memory.fd))
