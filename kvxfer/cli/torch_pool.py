@@ -90,13 +90,15 @@ class TorchPool:
         if self._copy is None or (len(self._copy), self._copy.device) != (num_bytes, device):
             self._copy = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._copy.zero_()
+        source = self._tensor[:num_bytes].clone()  # memory of torch's own, as the copy's is
+        self._wait()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         start_s = time.monotonic()
-        self._copy.copy_(self._tensor[:num_bytes])
+        self._copy.copy_(source)
         self._wait()
         elapsed_s = time.monotonic() - start_s
-        if not torch.equal(self._copy.to(self._device), self._tensor[:num_bytes]):
+        if not torch.equal(self._copy.to(self._device), source):
             raise KvxferError(f"copy of {num_bytes} bytes to {device}: got other bytes, expected those of the source")
         return elapsed_s
 
