@@ -129,8 +129,8 @@ class RowExecutor(Protocol):
         ...
 
     def look(self) -> list[Moved]:
-        """Once a turn of the agent's loop: go on, and hand out moves that have ended and that its `RowMover` does not
-        report. Wakes the agent, by that, when there is something to look at."""
+        """Once a turn of the agent's loop, which ends with `expect`: hand out the moves that have ended and that its
+        `RowMover` does not report. Wakes the agent, by that, when there is something to look at."""
         ...
 
     def expect(self, num_moves: int, ready: int) -> None:

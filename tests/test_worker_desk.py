@@ -37,10 +37,16 @@ class _Agent(IdleAgent):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.moved: list[Moved] = []
+        self.num_expected = 0
         self.answer = self._scatter
 
     def poll(self, *_: object) -> None:
         self.moved += self.sidecar.poll_moves()
+
+    def perform(self, *_: object) -> None:
+        super().perform()
+        if self.sidecar.pool is not None:
+            self.sidecar.rows.expect(self.num_expected, 0)
 
     def _scatter(self, message: Message) -> WorkerReply:
         if isinstance(message, Open):
@@ -54,6 +60,7 @@ class _Agent(IdleAgent):
         """Instead, tell the executor that so many moves will follow."""
 
         def expect(_: Message) -> WorkerReply:
+            self.num_expected = num_moves
             self.sidecar.rows.expect(num_moves, 0)
             return Ok()
 

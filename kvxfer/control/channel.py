@@ -15,7 +15,7 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -95,11 +95,14 @@ class Channel:
         self.dropped = 0
         self._pid = os.getpid()
         self._max_frame_bytes = max_frame_bytes
-        self._num_envelope_frames = 1 if kind == zmq.ROUTER else 0
+        self._has_envelope = kind == zmq.ROUTER  # the name of the other end comes before each message
         self._closed = False
         self._context = context or _shared
         self._watch: ConnectionWatch | None = None
         self._helpers: list[zmq.Socket[bytes]] = []
+        # What a selector has found just now, True or False; None where nobody has looked since.
+        self._is_readable: bool | None = None
+        self._has_helper_news: bool | None = None
         self._socket = self._context.open_socket(kind)
         self._set_options()
 
@@ -109,7 +112,7 @@ class Channel:
         self._socket.sndhwm = self._socket.rcvhwm = _QUEUE_MESSAGES
         self._socket.maxmsgsize = self._max_frame_bytes
         self._socket.handshake_ivl = HANDSHAKE_MS
-        if self._num_envelope_frames:
+        if self._has_envelope:
             # Without this a message for a peer that is gone would vanish in silence.
             self._socket.router_mandatory = 1
 
@@ -134,24 +137,34 @@ class Channel:
 
     def look(self) -> None:
         """What `receive()` does besides: once is enough where many frames are read in a row by `next_frame()`."""
+        has_news, self._has_helper_news = self._has_helper_news, None
+        if has_news is not False and not self._closed:
+            self._look_at_helpers()
+
+    def _look_at_helpers(self) -> None:
+        """Read what has come from sockets beside the one for messages."""
+
+    def found(self, ready: Container[int | zmq.Socket[bytes]]) -> None:
+        """A selector has looked at all sockets and found these ready: the next `look()` and the next `next_frame()`
+        need not ask again. To ask costs as much as to read."""
+        self._is_readable = self._socket in ready
+        self._has_helper_news = any(helper in ready for helper in self._helpers)
 
     def next_frame(self) -> tuple[bytes, bytes] | None:
         """As `receive()`."""
         if self._closed:
             return None
         for _ in range(_MAX_DROPS_PER_CALL):
-            if not is_readable(self._socket):
+            can_read, self._is_readable = self._is_readable, None
+            if can_read is False or not (can_read or is_readable(self._socket)):
                 return None
+            sender = self._socket.recv(_DONTWAIT) if self._has_envelope else REMOTE
             part = self._receive_part()
-            parts = [part.bytes]
-            num_parts = 1
-            while part.more:
-                part = self._receive_part()
-                num_parts += 1
-                if len(parts) <= self._num_envelope_frames:  # a peer may send many thousand
-                    parts.append(part.bytes)
-            if num_parts == self._num_envelope_frames + 1 and self._is_sender(parts[0]):
-                return (parts[0], parts[1]) if self._num_envelope_frames else (REMOTE, parts[0])
+            if part.more:
+                while part.more:  # a peer may send many thousand
+                    part = self._receive_part()
+            elif self._is_sender(sender):
+                return sender, part.bytes
             self.dropped += 1
         return None
 
@@ -171,7 +184,7 @@ class Channel:
         if len(frame) > self._max_frame_bytes:
             raise ProtocolError(f"frame: got {len(frame)} bytes, expected at most {self._max_frame_bytes}")
         try:
-            if self._num_envelope_frames:
+            if self._has_envelope:
                 self._socket.send(to, _MORE)
             self._socket.send(frame, _DONTWAIT)
         except zmq.ZMQError as error:
@@ -262,11 +275,14 @@ class Selector:
     def __init__(self, items: Iterable[Channel | HasFileno | int] = ()) -> None:
         self._poller = zmq.Poller()
         self._items: dict[int | zmq.Socket[bytes], Channel | HasFileno | int] = {}
+        self._channels: list[Channel] = []
         for item in items:
             self.add(item)
 
     def add(self, item: Channel | HasFileno | int) -> None:
         """Wait for `item` as well. Adding it again does nothing."""
+        if isinstance(item, Channel) and item not in self._channels:
+            self._channels.append(item)
         for key in _poll_keys(item):
             self._items[key] = item
             self._poller.register(key, zmq.POLLIN)
@@ -276,13 +292,18 @@ class Selector:
         for key in _poll_keys(item):
             del self._items[key]
             self._poller.unregister(key)
+        if isinstance(item, Channel):
+            self._channels.remove(item)
 
     def wait(self, timeout_s: float | None) -> list[Channel | HasFileno | int]:
         """What is readable, as it was added; empty after `timeout_s` (None: no limit). A descriptor whose other end
         is gone counts as readable."""
         timeout_ms = None if timeout_s is None else max(0, -int(-timeout_s * 1000 // 1))
-        ready = [self._items[key] for key, _ in self._poller.poll(timeout_ms)]
-        return list({id(item): item for item in ready}.values())  # one item may have several sockets
+        ready = {key for key, _ in self._poller.poll(timeout_ms)}
+        for channel in self._channels:
+            channel.found(ready)
+        # One item may have several sockets.
+        return list({id(item): item for item in map(self._items.__getitem__, ready)}.values())
 
 
 def _poll_keys(item: Channel | HasFileno | int) -> tuple[int | zmq.Socket[bytes], ...]:

@@ -104,9 +104,6 @@ class PeerListener(Channel):
         try:
             self._doorkeeper = Doorkeeper(self._open_helper(zmq.REP), credentials.allowed)
             self._events = self._watch_connections()
-            self._door = zmq.Poller()
-            for helper in self._helpers:
-                self._door.register(helper, zmq.POLLIN)
             self._socket.ipv6 = ":" in address
             self._socket.bind(format_endpoint(address, port))
         except zmq.ZMQError as error:
@@ -156,9 +153,12 @@ class PeerListener(Channel):
         return found if changed is None else [*found, changed]
 
     def look(self) -> None:
-        """Look after those at the door, where anybody is."""
-        if self._closed or not (self._door.poll(0) or self._counts.num_undecided):
-            return
+        super().look()
+        if self._counts.num_undecided:  # time alone decides on some
+            self._counts.settle(time.monotonic(), HANDSHAKE_MS / 1000 + 1)
+
+    def _look_at_helpers(self) -> None:
+        """Look after those at the door."""
         self._doorkeeper.answer()
         now_s = time.monotonic()
         for event, value in self._events.events():
@@ -270,11 +270,10 @@ class Connection(Channel):
         self._socket.curve_secretkey = self._keys.secret.encode("ascii")
         self._socket.curve_serverkey = self._remote_key.encode("ascii")
 
-    def look(self) -> None:
+    def _look_at_helpers(self) -> None:
         """See what the connection does."""
-        if not self._closed:
-            for event, _ in self._events.events():
-                self._note(event)
+        for event, _ in self._events.events():
+            self._note(event)
 
     def _note(self, event: int) -> None:
         match event:

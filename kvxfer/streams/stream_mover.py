@@ -170,7 +170,6 @@ class StreamMover:
         if is_short:
             self._num_wanted = num_needed
             self._want_entries(num_needed)
-        self._cancel()
         self._advance()
         if self._ended:
             self._mover.report(None)
@@ -179,9 +178,6 @@ class StreamMover:
         """`RowExecutor.look`."""
         self._take_checked()
         self._end_done()
-        self._cancel()
-        if self._error is None:
-            self._give()
         ended, self._ended = self._ended, []
         return ended
 
@@ -218,9 +214,11 @@ class StreamMover:
     # ---- a turn of the loop ----
 
     def _advance(self) -> None:
-        """Give the orders for which there are entries, and let the loop be woken for what comes next."""
+        """Drop what is cancelled, give the orders for which there are entries, and let the loop be woken for what comes
+        next."""
         if self._error is not None:
             return
+        self._cancel()
         self._give()
         is_short = bool(self._waiting and self._free_lanes and not self._is_held)
         has_surplus = self._has_surplus()

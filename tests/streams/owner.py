@@ -82,7 +82,9 @@ class Owner:
 
     def poll(self) -> list[Moved]:
         """What a turn of the agent's loop finds."""
-        return self.mover.look() + self.threads.poll()
+        moved = self.mover.look() + self.threads.poll()
+        self.mover.hold(False)  # goes on like the end of a turn, and expects what was expected
+        return moved
 
     def wait(self, num_moves: int) -> list[Moved]:
         """The next ends."""
@@ -100,7 +102,7 @@ class Owner:
         deadline_s = time.monotonic() + WAIT_S
         while self.num_enqueued and not self.agent_ring.is_done(self.num_enqueued - 1):
             assert time.monotonic() < deadline_s, "the stream is left waiting"
-            assert not self.mover.look(), "a move has ended, and nobody waits for it"
+            assert not self.poll(), "a move has ended, and nobody waits for it"
             time.sleep(0.001)
 
     def slot(self, slot: int) -> np.ndarray:
