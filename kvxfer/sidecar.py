@@ -106,6 +106,7 @@ class Sidecar:
             stack.callback(self._close_peers)
             self.slots = SlotMemory.at_start(slots)
             stack.callback(lambda: self.slots.close())
+            self.log.info("slots: %s", self.slots)
             stack.callback(self._close_left)
             self.transport = self._open_transport(transport, host, is_target=is_target)
             stack.callback(self.transport.close)

@@ -86,6 +86,10 @@ class SlotMemory:
         except (TransportError, HandoffError) as error:
             raise ConfigError(f"{got}, on GPU {config.gpu}, expected memory that it has: {error}; {on_host}") from error
 
+    def __str__(self) -> str:
+        place = f"on GPU {self.region.device_index}" if self.is_on_gpu else "in host memory"
+        return f"{self.num_slots} of {self.slot_bytes} bytes {place}"
+
     @property
     def is_on_gpu(self) -> bool:
         """Whether the slots lie on a GPU: agents do not see their bytes then."""
@@ -104,6 +108,12 @@ class SlotMemory:
     def probe_address(self) -> int:
         """Virtual address of the probe area."""
         return self.region.address + self.probe_offset_bytes
+
+    def flush(self) -> None:
+        """Let streams see what an engine has written, where network adapters write into memory of a GPU. Raises
+        `TransportError`."""
+        if isinstance(self.memory, LegacyMemory):
+            self.memory.flush()
 
     def leave(self) -> bool:
         """The slots have moved elsewhere: give the memory back, where late writes cannot do harm.

@@ -87,6 +87,20 @@ def test_what_the_gpu_has_not_is_an_error_of_the_configuration(cuda: FakeIpc) ->
         SlotMemory.at_start(CONFIG)
 
 
+@pytest.mark.parametrize(("writes_ordering", "num_flushes"), [(0, 1), (100, 0), (200, 0)])
+def test_a_gpu_is_told_to_look_at_what_adapters_have_written(
+    writes_ordering: int, num_flushes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with installed(FakeIpc(writes_ordering), monkeypatch) as made:
+        slots = SlotMemory(CONFIG)
+        slots.flush()
+        assert made.num_flushes == num_flushes
+        slots.close()
+    on_host = SlotMemory(SlotConfig(num_slots=1, slot_bytes=4096))
+    on_host.flush()
+    on_host.close()
+
+
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="needs a host without CUDA")
 def test_without_cuda_the_remedy_is_named() -> None:
     with pytest.raises(

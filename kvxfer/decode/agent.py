@@ -21,7 +21,7 @@ from kvxfer.decode.links import SourceLinks
 from kvxfer.errors import IntegrityError, RefusedError, TransportError
 from kvxfer.integrity import check_segment, check_sum, expected_sum
 from kvxfer.layout import PoolLayout, Shard
-from kvxfer.operations import Move, PeerRows, RowSum
+from kvxfer.operations import Move, PeerRows, RowSum, failed
 from kvxfer.ops.config import DecodeConfig
 from kvxfer.ops.figures import AgentFigures
 from kvxfer.sidecar import Sidecar
@@ -192,6 +192,11 @@ class DecodeAgent:
 
     def _scatter(self, scatter: Scatter) -> None:
         notice, rows = scatter.notice, self._sidecar.rows
+        try:
+            self._sidecar.slots.flush()
+        except TransportError as error:
+            self._sidecar.mover.report(failed(scatter.operation, scatter.segment, error))
+            return
         look = row_sum = None
         expected = expected_sum(notice) if rows.checks_scatters else None
         if expected is not None:

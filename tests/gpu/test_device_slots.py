@@ -123,6 +123,25 @@ def test_slots_that_move_leave_their_memory(pair: tuple[Peer, Peer]) -> None:
     say(f"after a move away from a writer: {(before - target.call('free_bytes')) / MIB:.0f} MiB more are taken")
 
 
+def test_what_is_written_late_hits_nothing() -> None:
+    """Memory that the slots have left stays what it is for whoever still has it mapped."""
+    with (
+        Peer("loopback", "device", NUM_SLOTS, SLOT_BYTES) as writer,
+        Peer("loopback", "device", NUM_SLOTS, SLOT_BYTES) as target,
+    ):
+        writer.knows(target)
+        assert_exact(writer, target)
+        old_region = target.call("region")
+        for _ in range(2):  # the second takes what the first has given back, if that can be taken
+            target.call("move")
+        target.call("fill", seed=5)
+        late = writer.call("write", peer=target.name, region=old_region, writes=[ODD], in_flight=1, repeats=1)
+        say(f"a late write into memory that its owner has freed: {late['outcomes']} {late['detail']}")
+        assert target.call("digest") == digest(random_bytes(5, NUM_BYTES))
+        writer.knows(target)
+        assert_exact(writer, target)
+
+
 def test_engines_can_be_replaced(pair: tuple[Peer, Peer]) -> None:
     writer, target = pair
     writer.knows(target)

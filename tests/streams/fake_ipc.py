@@ -43,9 +43,25 @@ class FakeIpc(FakeCuda):
     CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE=29)
     CUipcMemHandle: Final = Handle
 
-    def __init__(self) -> None:
+    CUflushGPUDirectRDMAWritesTarget = SimpleNamespace(CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX=0)
+    CUflushGPUDirectRDMAWritesScope = SimpleNamespace(CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER=100)
+
+    def __init__(self, writes_ordering: int = 200) -> None:
+        """`writes_ordering`: how far the GPU sees in order what network adapters write to it."""
         super().__init__()
         self.opened: list[int] = []
+        self.num_flushes = 0
+        self.CUdevice_attribute = SimpleNamespace(
+            **vars(FakeCuda.CUdevice_attribute),
+            CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED=1,
+            CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING=writes_ordering,
+        )
+
+    def cuFlushGPUDirectRDMAWrites(self, target: int, scope: int) -> tuple[int, ...]:
+        assert self._depth
+        assert (target, scope) == (0, 100)
+        self.num_flushes += 1
+        return OK
 
     def cuDeviceGetCount(self) -> tuple[int, int]:
         return 0, 1
@@ -92,8 +108,10 @@ def installed(made: FakeIpc, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeIp
     """Have slots and loopback use `made`."""
     for module in (driver, device, legacy, _loopback_gpu):
         monkeypatch.setattr(module, "cuda", lambda: made)
-    driver.gpu.cache_clear()
+    for cached in (driver.gpu, legacy._must_flush):
+        cached.cache_clear()
     monkeypatch.setattr(slot_memory, "PROBE_BYTES", 4096)
     yield made
     made.cuStreamDestroy(0)
-    driver.gpu.cache_clear()
+    for cached in (driver.gpu, legacy._must_flush):
+        cached.cache_clear()
