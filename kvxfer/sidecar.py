@@ -106,7 +106,6 @@ class Sidecar:
             stack.callback(self._close_peers)
             self.slots = SlotMemory.at_start(slots)
             stack.callback(lambda: self.slots.close())
-            self.log.info("slots: %s", self.slots)
             stack.callback(self._close_left)
             self.transport = self._open_transport(transport, host, is_target=is_target)
             stack.callback(self.transport.close)
@@ -129,6 +128,7 @@ class Sidecar:
         options = dict(transport.options)
         if transport.interface:
             options["interface"] = transport.interface
+        self.log.info("transport %s, slots: %s", transport.name, self.slots)
         return create_transport(
             transport.name,
             incarnation=self.incarnation,
