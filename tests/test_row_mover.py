@@ -91,6 +91,25 @@ def test_whatever_a_move_raises_ends_it(mover: RowMover, move: _Move, segment: i
     assert error in moved.error
 
 
+def test_parts_of_a_move_are_reported_together(mover: RowMover, move: _Move) -> None:
+    move.gate.set()
+    for operation, segments in ((1, [0, 3, 4]), (2, [0, 1, 5])):
+        mover.submit_all(operation, CancelFlag(), [partial(move, segment) for segment in segments])
+    ends = {moved.operation: moved for moved in _wait(mover, 2)}
+    assert (ends[1].error, ends[1].was_begun) == (None, True)
+    assert "row offsets: got 9" in str(ends[2].error)
+    assert sorted(move.begun) == [0, 0, 1, 3, 4, 5]
+    assert mover.poll() == []
+
+
+def test_parts_that_were_cancelled_in_time_never_begin(mover: RowMover, move: _Move) -> None:
+    cancel = CancelFlag()
+    cancel.is_set = True
+    mover.submit_all(1, cancel, [partial(move, 0), partial(move, 3)])
+    (moved,) = _wait(mover, 1)
+    assert (moved.error, moved.was_begun, move.begun) == (None, False, [])
+
+
 def test_closing_waits_for_the_move_under_way_and_drops_the_rest(move: _Move) -> None:
     """Memory is unmapped after `close()`: no thread may touch it by then."""
     num_fds = len(os.listdir("/proc/self/fd"))

@@ -16,7 +16,7 @@ from kvxfer.rows_host import gather_segment, scatter_segment
 from kvxfer.streams import chunk_orders
 from kvxfer.streams.chunk_orders import ChunkOrders
 from kvxfer.streams.ring import LINEAR, MAX_SPANS, SPAN_WORDS, MemoryIndex, Span
-from kvxfer.streams.spans import Order, PoolSide, SlotSide, segment_orders
+from kvxfer.streams.spans import Order, PoolSide, SlotSide, pull_orders, segment_orders
 from kvxfer.wire import BlockAddresses, ChunkPlan, match_layouts, plan_chunk, resolve
 from tests.wire_world import Geometry, GroupSpec, Worker, make_layout, make_worker
 
@@ -157,6 +157,45 @@ def test_orders_move_what_the_host_packer_moves(
     copied = dst.pool.copy()
     copy_part(src.pool, src_addresses, copied, dst_addresses, plan, 0, 1)
     np.testing.assert_array_equal(packed, copied)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    src_geometry=GEOMETRY,
+    dst_geometry=GEOMETRY,
+    dst_size=st.sampled_from([1, 3, 4]),
+    num_tokens=st.sampled_from([1, 5, 40, 64]),
+    max_offsets=st.sampled_from([1, 7, 50, 10_000]),
+    seed=st.integers(0, 99),
+)
+def test_a_chunk_is_pulled_exactly(
+    src_geometry: Geometry, dst_geometry: Geometry, dst_size: int, num_tokens: int, max_offsets: int, seed: int
+) -> None:
+    plan, src, src_addresses, dst, dst_addresses = both_sides(
+        src_geometry, dst_geometry, dst_size, num_tokens, 4096, seed
+    )
+    expected, pulled = dst.pool.copy(), dst.pool.copy()
+    copy_part(src.pool, src_addresses, expected, dst_addresses, plan, 0, 1)
+    peer = PoolSide(PEER, src.pool.size, src_addresses)
+    orders = pull_orders(plan, peer, PoolSide(MemoryIndex.POOL, dst.pool.size, dst_addresses), max_offsets)
+    for order in orders:
+        assert order.offsets.size <= max_offsets
+        assert len(order.span_words) <= MAX_SPANS
+        execute(order, {MemoryIndex.POOL: pulled, PEER: src.pool})
+    np.testing.assert_array_equal(pulled, expected)
+
+
+def test_a_chunk_of_many_rows_is_pulled_by_few_orders() -> None:
+    """61 layers share two tables, so their number does not count."""
+    plan = plan_of(8192, 1152, 61)
+    scattered = list(range(0, 8192 * 2 * 1152, 2 * 1152))
+    addresses = addresses_of(scattered, 1152, 1 << 25)
+    side = PoolSide(MemoryIndex.POOL, 61 << 25, addresses)
+    orders = pull_orders(plan, PoolSide(PEER, 61 << 25, addresses), side, 2 * 7281)
+    assert [len(order.span_words) for order in orders] == [61, 61]
+    assert [order.offsets.size for order in orders] == [8192, 8192]
+    with pytest.raises(LayoutError, match="row offsets: got"):
+        pull_orders(plan, PoolSide(PEER, 60 << 25, addresses), side, 2 * 7281)
 
 
 def plan_of(num_tokens: int, row_bytes: int, num_layers: int) -> ChunkPlan:
