@@ -70,6 +70,9 @@ def _cases(base: TransferCase) -> Iterator[Named]:
             yield Named("dcp 8, chunks", replace(ranked, chunk_tokens=_CHUNK, interval_s=_INTERVAL_S))
             yield Named("dcp 8, busy long", replace(ranked, busy="long"))
             yield Named("dcp 8, busy short", replace(ranked, busy="short"))
+    for num_ranks in (8, 4):
+        pull = replace(base, num_ranks=num_ranks, mode="p2p", wire_gb_s=None, descriptor_us=0.0)
+        yield Named(f"dcp {num_ranks}, p2p", pull)
     on_gpu = replace(base, slot_kind="device")
     yield from _both_lengths("dcp 8, device slots", on_gpu)
     yield Named("dcp 8, device slots, busy long", replace(on_gpu, busy="long"))
@@ -138,8 +141,9 @@ def _run_one(runner: CaseRunner, named: Named) -> TransferResult:
 def _row(name: str, facts: dict[str, Any]) -> str:
     kept = "" if facts["worker_rate_kept"] is None else f"{facts['worker_rate_kept']:.3f}"
     wrong = "" if facts["verified"] else f" WRONG: {facts['problems'][0]}"
+    share = "" if facts["share_of_wire"] is None else f"{facts['share_of_wire']:.3f}"
     return (
-        f"| {name}{wrong} | {facts['transfer_ms']:.2f} | {facts['share_of_wire']:.3f} | {facts['goodput_gb_s']:.1f} "
+        f"| {name}{wrong} | {facts['transfer_ms']:.2f} | {share} | {facts['goodput_gb_s']:.1f} "
         f"| {facts['exposed_tail_ms']:.2f} | {facts['worker_us_per_segment'] or 0.0:.0f} "
         f"| {facts['decode_worker_us_per_segment'] or 0.0:.0f} | {kept} "
         f"| {facts['peak_device_bytes'] / _MIB:.1f} | {facts['at_s']:.0f} |"
@@ -161,6 +165,13 @@ def print_goals(results: dict[str, TransferResult]) -> None:
                 _goal(f"64 MiB of slots / 512 MiB, {what}", large.elapsed_s / small.elapsed_s, "at least 0.95")
             if serial is not None:
                 _goal(f"serial: share of the wire, {what}", serial.share_of_wire, "")
+        packed, pulled = results.get(f"dcp {num_ranks}, {_LONG} tokens"), results.get(f"dcp {num_ranks}, p2p")
+        if pulled is not None:
+            facts = pulled.as_json()
+            _goal(f"GB/s of pulls, dcp {num_ranks}", facts["goodput_gb_s"], "")
+            _goal(f"pulls / a copy on the device, dcp {num_ranks}", facts["efficiency"], "as near 1 as can be")
+            if packed is not None:
+                _goal(f"pulls / packed, dcp {num_ranks}", packed.elapsed_s / pulled.elapsed_s, "at least 3")
     for busy, wanted in (("long", 0.95), ("short", 0.93)):
         result = results.get(f"dcp 8, busy {busy}")
         if result is not None:

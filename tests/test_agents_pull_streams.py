@@ -16,6 +16,7 @@ from kvxfer.control.shared_memory import HeldMemory
 from kvxfer.decode import source_pools
 from kvxfer.decode.agent import DecodeAgent
 from kvxfer.errors import HandoffError
+from kvxfer.ops.config import TransferMode
 from kvxfer.peer_pools import StreamPeerPools
 from kvxfer.prefill.leg import Mode
 from kvxfer.streams import host_stream
@@ -68,7 +69,7 @@ class _HeldCopies:
         self._copy = host_stream._copy
         monkeypatch.setattr(host_stream, "_copy", self._hold)
 
-    def _hold(self, span: Span, *args: Any) -> int | None:  # noqa: ANN401
+    def _hold(self, span: Span, *args: Any) -> Any:  # noqa: ANN401
         if span.src_memory >= MemoryIndex.FIRST_PEER:
             self.began.set()
             assert self.go_on.wait(WAIT_S)
@@ -140,9 +141,10 @@ def test_a_pool_that_the_decode_worker_cannot_map_is_sent_over_the_wire(
         raise HandoffError("pool: got memory of GPU 1, expected some that GPU 0 reaches")
 
     monkeypatch.setattr(peer_memories, "attach", refuse)
-    for mode in ("auto", "p2p"):
+    modes: tuple[TransferMode, ...] = ("auto", "p2p")
+    for mode in modes:
         with AgentWorld(tmp_path / mode, placement="worker") as world:
-            build(world, Split(), mode=mode)  # type: ignore[arg-type]
+            build(world, Split(), mode=mode)
             if mode == "auto":
                 world.move(37)
                 assert Mode.P2P not in _chosen(world)

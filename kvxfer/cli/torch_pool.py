@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import torch
@@ -13,9 +14,10 @@ from kvxfer.cli.protocol import Expected, PatternRows, RowSource
 from kvxfer.cli.rows import Offsets, describe_difference, owned_rows, pattern_windows
 from kvxfer.errors import KvxferError
 from kvxfer.layout import Group, Placement, PoolLayout, Shard
-from kvxfer.streams.device import DevicePool
+from kvxfer.streams.device import MappedPool, allocate_pool
 
 _lock = threading.Lock()
+_pool_bytes: Counter[torch.device] = Counter()  # of this process, by GPU
 
 
 class TorchPool:
@@ -28,7 +30,13 @@ class TorchPool:
         self._device = torch.device(device)
         if self._device.type == "cuda":
             self._enter_gpu()
-        self._tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._memory = allocate_pool(num_bytes, self._device.index) if self._device.type == "cuda" else None
+        if self._memory is None:
+            self._tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        else:
+            # Not of torch's own: what it allocates is never mapped in its own process, where ranks may pull from it.
+            self._tensor = self._memory.tensor()
+            _pool_bytes[self._device] += self._memory.handle.mapped_bytes
         self._image: tuple[tuple[PoolLayout, int, dict[str, Expected]], torch.Tensor] | None = None
         self._copy: torch.Tensor | None = None
         self.fill(fill)
@@ -44,9 +52,10 @@ class TorchPool:
             base_device_bytes(self._device)
 
     @property
-    def handle(self) -> DevicePool:
-        """The tensor's memory."""
-        return DevicePool.of(self._tensor)
+    def handle(self) -> MappedPool:
+        """The tensor's memory, which lies on a GPU."""
+        assert self._memory is not None
+        return self._memory
 
     def fill(self, byte: int) -> None:
         """Overwrite all of it."""
@@ -112,6 +121,10 @@ class TorchPool:
         """Give the memory back."""
         self._tensor = torch.empty(0, dtype=torch.uint8)
         self._image = self._copy = None
+        if self._memory is not None:
+            self._memory.close()
+            _pool_bytes[self._device] -= self._memory.handle.mapped_bytes
+            self._memory = None
 
     def _place(self, target: torch.Tensor, group: Group, tokens: Offsets, offsets: Offsets, source: RowSource) -> None:
         """Put the row of `tokens[i]` at byte `offsets[i]` of each layer of `group`, which begins at its first one."""
@@ -133,9 +146,9 @@ class TorchPool:
 
 
 def used_device_bytes(device: torch.device) -> int:
-    """Memory of a GPU that is taken, without what torch has taken for tensors."""
+    """Memory of a GPU that is taken, without pools and what torch has taken for tensors."""
     free_bytes, all_bytes = torch.cuda.mem_get_info(device)
-    return all_bytes - free_bytes - torch.cuda.memory_reserved(device)
+    return all_bytes - free_bytes - torch.cuda.memory_reserved(device) - _pool_bytes[device]
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from kvxfer.layout import Group, PoolLayout
 from kvxfer.memory import HostMemory
 
 if TYPE_CHECKING:
-    from kvxfer.streams.device import DevicePool
+    from kvxfer.streams.device import MappedPool
 
 CONNECT_S = 30.0
 """How long a client may take to connect: a stream of a GPU compiles its kernel before it is ready."""
@@ -21,7 +21,7 @@ class WorkerPool(Protocol):
     """A pool. What was written is there for everybody when a method returns."""
 
     @property
-    def handle(self) -> HostMemory | DevicePool:
+    def handle(self) -> HostMemory | MappedPool:
         """What a client hands over."""
         ...
 

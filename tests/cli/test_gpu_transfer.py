@@ -15,12 +15,12 @@ from kvxfer.control.messages import TransferStats
 
 
 def _result(case: TransferCase, share: float) -> TransferResult:
-    assert case.wire_gb_s is not None
-    elapsed_s = case.num_bytes / (case.wire_gb_s * 1e9) / share
+    elapsed_s = case.num_bytes / ((case.wire_gb_s or 200.0) * 1e9) / share
+    copy_s = elapsed_s / 2 if case.has_yardstick else None
     stats = TransferStats(num_segments=10)
     tail_s = elapsed_s * min(1.0, case.chunk_tokens / case.num_tokens)
     move = Move(elapsed_s=elapsed_s, tail_s=tail_s, sent=stats, landed=(stats,), landed_s=(elapsed_s,))
-    return TransferResult(case, 0.1, (replace(move, client_cpu_s=3e-4, products_per_s=96.0),), None, "", (), 100.0)
+    return TransferResult(case, 0.1, (replace(move, client_cpu_s=3e-4, products_per_s=96.0),), copy_s, "", (), 100.0)
 
 
 def test_cases_can_be_run_and_those_that_share_agents_are_neighbours() -> None:
@@ -42,6 +42,8 @@ def test_goals_are_computed_from_the_cases(capsys: pytest.CaptureFixture[str]) -
     assert "| share of the wire, dcp 4, 4096 tokens | 0.930 | at least 0.85 |" in printed
     assert "| 64 MiB of slots / 512 MiB, dcp 8, 32768 tokens | 0.969 | at least 0.95 |" in printed
     assert "| serial: share of the wire, dcp 8, 4096 tokens | 0.500 |  |" in printed
+    assert "| pulls / a copy on the device, dcp 8 | 0.500 | as near 1 as can be |" in printed
+    assert "| pulls / packed, dcp 4 | 4.000 | at least 3 |" in printed
     assert "| share of the wire, device slots, busy long | 0.930 | at least 0.95 |" in printed
     assert "| worker keeps, busy short | 0.960 | at least 0.93 |" in printed
     assert "| worker's us a segment, busy long | 30.000 | at most 40 |" in printed
@@ -50,23 +52,22 @@ def test_goals_are_computed_from_the_cases(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.count("\n") == 3  # the head of the table alone
 
 
+@pytest.mark.parametrize("only", ["dcp 4, 4096 tokens", "dcp 8, p2p"])
 def test_a_quick_run_without_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    only: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "facts.json"
-    arguments = ["--quick", "--repeat", "1", "--only", "dcp 4, 4096", "--json", str(path)]
+    arguments = ["--quick", "--repeat", "1", "--only", only, "--json", str(path)]
     monkeypatch.setattr("sys.argv", ["gpu_transfer", *arguments])
     assert gpu_transfer.main() == 0
     facts = json.loads(path.read_text(encoding="utf-8"))
-    assert [(each["name"], each["verified"], each["placement"]) for each in facts] == [
-        ("dcp 4, 4096 tokens", True, "worker")
-    ]
+    assert [(each["name"], each["verified"], each["placement"]) for each in facts] == [(only, True, "worker")]
     printed = capsys.readouterr().out
-    assert "| dcp 4, 4096 tokens | " in printed
+    assert f"| {only} | " in printed
     assert "| goal |" not in printed  # they say nothing of host memory
     monkeypatch.setattr("sys.argv", ["gpu_transfer", *arguments, "--seconds", "-1"])
     assert gpu_transfer.main() == 0
-    assert "left out after -1 s: dcp 4, 4096 tokens" in capsys.readouterr().out
+    assert f"left out after -1 s: {only}" in capsys.readouterr().out
 
 
 def test_a_case_that_fails_ends_the_run_with_what_all_processes_said(capsys: pytest.CaptureFixture[str]) -> None:
