@@ -36,7 +36,8 @@ class TorchPool:
         else:
             # Not of torch's own: what it allocates is never mapped in its own process, where ranks may pull from it.
             self._tensor = self._memory.tensor()
-            _pool_bytes[self._device] += self._memory.handle.mapped_bytes
+            with _lock:
+                _pool_bytes[self._device] += self._memory.handle.mapped_bytes
         self._image: tuple[tuple[PoolLayout, int, dict[str, Expected]], torch.Tensor] | None = None
         self._copy: torch.Tensor | None = None
         self.fill(fill)
@@ -123,7 +124,8 @@ class TorchPool:
         self._image = self._copy = None
         if self._memory is not None:
             self._memory.close()
-            _pool_bytes[self._device] -= self._memory.handle.mapped_bytes
+            with _lock:
+                _pool_bytes[self._device] -= self._memory.handle.mapped_bytes
             self._memory = None
 
     def _place(self, target: torch.Tensor, group: Group, tokens: Offsets, offsets: Offsets, source: RowSource) -> None:
