@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -9,9 +11,11 @@ from typing import Protocol
 from kvxfer.control.handoff_messages import PeerPool, PeerPoolDropped, PeerWord
 from kvxfer.control.messages import PeerPoolMapped, PeerPoolUnmapped
 from kvxfer.control.shared_memory import HeldMemory, attach
-from kvxfer.errors import HandoffError
+from kvxfer.errors import HandoffError, TransportError
 from kvxfer.memory import HostMemory
 from kvxfer.row_mover import HostExecutor
+from kvxfer.streams.device import MappedPool
+from kvxfer.streams.own_mover import OwnStreamMover
 from kvxfer.streams.ring import MemoryIndex
 from kvxfer.streams.stream_mover import StreamMover
 
@@ -156,3 +160,63 @@ class StreamPeerPools:
 
     def close(self) -> None:
         """The worker unmaps by itself when its agent is gone."""
+
+
+class OwnPeerPools:
+    """Mapped in this process, for a stream of the agent's own on a GPU."""
+
+    def __init__(self, rows: OwnStreamMover, device_index: int) -> None:
+        """`device_index`: the GPU of the stream."""
+        self._rows = rows
+        self._device_index = device_index
+        self._free = deque(range(MemoryIndex.FIRST_PEER, MemoryIndex.STAGING))
+        self._mapped: dict[int, MappedPool] = {}
+        self._leaving: set[int] = set()  # dropped
+
+    def map(self, memory: HeldMemory, answer: Answer) -> int:
+        """`PeerPools.map`."""
+        fds = memory.fds()
+        memory.fd = -1  # `attach` closes it
+        if memory.shared.gpu is None or not self._free:
+            for fd in fds:
+                os.close(fd)
+            answer("pool: got one in host memory, or too many, expected few on a GPU, like that of the decode worker")
+            return -1
+        try:
+            mapped = attach(memory.shared, fds, "pool", is_read_only=True, device_index=self._device_index)
+        except HandoffError as error:
+            answer(str(error))
+            return -1
+        assert isinstance(mapped, MappedPool)
+        index = self._free.popleft()
+        self._mapped[index] = mapped
+        self._rows.set_peer(index, mapped.pool)
+        answer("")
+        return index
+
+    def drop(self, index: int) -> None:
+        """`PeerPools.drop`."""
+        if index in self._mapped:
+            self._leaving.add(index)
+
+    def hear(self, word: PeerPoolMapped | PeerPoolUnmapped) -> None:
+        """Nobody was asked."""
+
+    def advance(self) -> None:
+        """`PeerPools.advance`."""
+        for index in [index for index in self._leaving if not self._rows.uses_peer(index)]:
+            self._leaving.remove(index)
+            self._rows.set_peer(index, None)
+            self._unmap(index)
+            self._free.append(index)
+
+    def close(self) -> None:
+        """`PeerPools.close`. What was given ends first."""
+        self._rows.drain()
+        for index in list(self._mapped):
+            self._unmap(index)
+        self._leaving.clear()
+
+    def _unmap(self, index: int) -> None:
+        with contextlib.suppress(TransportError):  # a context that is broken maps nothing any more
+            self._mapped.pop(index).close()

@@ -8,7 +8,7 @@ from kvxfer.control.handoff_listener import ReceivedPool
 from kvxfer.control.shared_memory import as_device_pool
 from kvxfer.errors import HandoffError
 from kvxfer.operations import RowExecutor
-from kvxfer.peer_pools import HostPeerPools, PeerPools, StreamPeerPools
+from kvxfer.peer_pools import HostPeerPools, OwnPeerPools, PeerPools, StreamPeerPools
 from kvxfer.row_mover import HostExecutor, RowMover
 from kvxfer.slot_memory import SlotMemory
 from kvxfer.streams.device import DevicePool, MappedPool
@@ -20,7 +20,7 @@ from kvxfer.worker_desk import WorkerDesk
 
 def open_rows(
     pool: ReceivedPool, mover: RowMover, slots: Callable[[], SlotMemory], desk: WorkerDesk
-) -> tuple[RowExecutor, PeerPools | None]:
+) -> tuple[RowExecutor, PeerPools]:
     """The executor of `pool`, and the pools that rows can be pulled from into it: threads of `mover`, a stream of the
     agent, or one of the worker behind `desk`. `slots` tells where the agent's slots are now.
 
@@ -31,7 +31,8 @@ def open_rows(
         threads = HostExecutor(mover, pool.memory.array, lambda slot: slots().view(slot))
         return threads, HostPeerPools(threads)
     if pool.device is not None:
-        return _open_own_stream(pool.ring, pool.device, mover, slots()), None
+        own = _open_own_stream(pool.ring, pool.device, mover, slots())
+        return own, OwnPeerPools(own, pool.device.pool.device_index)
     stream = StreamMover(
         pool.ring,
         mover,

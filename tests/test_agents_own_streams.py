@@ -182,6 +182,19 @@ def test_engines_read_no_pool_of_a_gpu(tmp_path: Path, gpu: Gpu) -> None:
     assert gpu.mapped
 
 
+def test_rows_are_pulled_from_pool_to_pool(tmp_path: Path, gpu: Gpu) -> None:
+    """Each decode agent maps the prefill worker's pool as well, until its own worker or the other side has gone."""
+    split = Split(dst_size=2)
+    with world_of(tmp_path) as world:
+        build(world, split, mode="p2p")
+        world.move(40, chunk_tokens=15)
+        assert [each.is_mapped for each in gpu.mapped].count(True) == len(gpu.mapped) == 3 + 2
+        world.prefill.pop()[1].close()
+        until(lambda: [each.is_mapped for each in gpu.mapped].count(True) == 2)
+        world.join_prefill("p0", split.sources()[0])
+        world.move(40, salt=4)
+
+
 def test_what_keeps_an_agent_from_mapping_reaches_its_worker(
     tmp_path: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

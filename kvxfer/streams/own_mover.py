@@ -39,6 +39,11 @@ class OwnStream(Protocol):
         `error` begins."""
         ...
 
+    def set_peer(self, index: int, pool: DevicePool | None) -> None:
+        """From now on orders that name memory `index` mean `pool`, which stays the caller's; None: nothing. None that
+        was given before names it."""
+        ...
+
     def drain(self) -> None:
         """Wait until all that was enqueued has ended, which takes milliseconds."""
         ...
@@ -99,6 +104,14 @@ class OwnStreamMover(StreamMover):
     def slots_moved(self, slots: HostMemory | DevicePool) -> None:
         """`OwnStream.replace_slots`."""
         self._stream.replace_slots(slots)
+
+    def set_peer(self, index: int, pool: DevicePool | None) -> None:
+        """`OwnStream.set_peer`."""
+        self._stream.set_peer(index, pool)
+
+    def drain(self) -> None:
+        """`OwnStream.drain`."""
+        self._stream.drain()
 
     def stop(self, error: str) -> None:
         """`RowExecutor.stop`. What the stream was given comes to its end: nothing else proves that it is over."""

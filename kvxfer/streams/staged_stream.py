@@ -20,7 +20,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +31,7 @@ from kvxfer.streams.device import DevicePool
 from kvxfer.streams.driver import check, cuda, gpu
 from kvxfer.streams.lane_view import LaneView
 from kvxfer.streams.ring import LINEAR, MemoryIndex, Ring, Span, SumKind
+from kvxfer.streams.staged_lane import RunningEntry, StagedLane
 
 NUM_KERNEL_STREAMS: Final = 2
 """What one kernel leaves of the GPU while it begins and ends is the other's."""
@@ -43,28 +43,6 @@ _TABLE_BYTES: Final = MAX_MEMORIES * 16  # an address and a number of bytes each
 _WARM_UP_MEMORY: Final = 2
 _WARM_UP_ROW: Final = Span(80, 1, 16, _WARM_UP_MEMORY, 0, LINEAR, _WARM_UP_MEMORY, 128, LINEAR)
 _WARM_UP_BYTES: Final = 256  # no more than sums take
-
-
-@dataclass(slots=True)
-class _Lane:
-    """A lane's memory on the GPU, its words and then the table of memories, and what moves its rows. One entry at a
-    time uses it."""
-
-    address: int
-    launch: LaneLaunch
-    stream: Any
-    uploaded: Any
-    moved: Any
-    downloaded: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """An entry under way. `is_alone`: nothing else was when it was given."""
-
-    ended: Any
-    given_s: float
-    is_alone: bool
 
 
 class StagedRowStream:
@@ -86,13 +64,13 @@ class StagedRowStream:
         self._ring = ring
         self._error: str | None = None
         self._is_closed = False
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, RunningEntry] = {}
         self._turns_s: deque[float] = deque(maxlen=_NUM_TURNS)
         self._registered: list[HostMemory] = []
         self._streams: list[Any] = []  # uploads, downloads, kernels
         self._events: list[Any] = []
         self._blocks: dict[int, int] = {}  # memory of the GPU that was taken: address and bytes
-        self._lanes: list[_Lane] = []
+        self._lanes: list[StagedLane] = []
         self._slots = slots
         self._mirror = 0  # of slots in host memory
         self._sum_bytes = 8 * scratch_words(0, 0)
@@ -141,7 +119,7 @@ class StagedRowStream:
             self._error = str(error)
             self.drain()  # of the entry, too, nothing is under way then
             return
-        self._running[number] = _Running(ended, given_s, is_alone)
+        self._running[number] = RunningEntry(ended, given_s, is_alone)
 
     def is_done(self, number: int) -> bool:
         """`OwnStream.is_done`. From any thread."""
@@ -165,6 +143,13 @@ class StagedRowStream:
         """`OwnStream.replace_slots`."""
         try:
             self._use_slots(slots)
+        except TransportError as error:
+            self._error = str(error)
+
+    def set_peer(self, index: int, pool: DevicePool | None) -> None:
+        """`OwnStream.set_peer`."""
+        try:
+            self._tell(index, *((0, 0) if pool is None else (pool.address, pool.num_bytes)), self._lanes)
         except TransportError as error:
             self._error = str(error)
 
@@ -205,7 +190,7 @@ class StagedRowStream:
 
     # ---- one entry, the context current ----
 
-    def _upload(self, lane: _Lane, order: LaneView, *, has_sum: bool) -> None:
+    def _upload(self, lane: StagedLane, order: LaneView, *, has_sum: bool) -> None:
         self._to_gpu(lane.address, self._ring.memory.address + order.offset_bytes, order.used_bytes)
         if has_sum:
             sums = lane.address + self._ring.lane_bytes + _TABLE_BYTES
@@ -219,14 +204,14 @@ class StagedRowStream:
     def _to_gpu(self, dst: int, src: int, num_bytes: int) -> None:
         check("cuMemcpyHtoDAsync", self._driver.cuMemcpyHtoDAsync(dst, src, num_bytes, self._streams[0]))
 
-    def _run(self, lane: _Lane, number: int, *, is_checked: bool) -> None:
+    def _run(self, lane: StagedLane, number: int, *, is_checked: bool) -> None:
         driver = self._driver
         check("cuEventRecord", driver.cuEventRecord(lane.uploaded, self._streams[0]))
         check("cuStreamWaitEvent", driver.cuStreamWaitEvent(lane.stream, lane.uploaded, 0))
         lane.launch(number, is_checked=is_checked)
         check("cuEventRecord", driver.cuEventRecord(lane.moved, lane.stream))
 
-    def _copy_out(self, lane: _Lane, offset_bytes: int, num_bytes: int) -> None:
+    def _copy_out(self, lane: StagedLane, offset_bytes: int, num_bytes: int) -> None:
         assert isinstance(self._slots, HostMemory)
         driver, downloads = self._driver, self._streams[1]
         src, dst = self._mirror + offset_bytes, self._slots.address + offset_bytes
@@ -246,7 +231,7 @@ class StagedRowStream:
             stream = self._streams[2 + idx % NUM_KERNEL_STREAMS]
             address = self._take(lane_bytes)
             launch = LaneLaunch(self._gpu, num_ctas, stream, address, self._ring, ring_address)
-            self._lanes.append(_Lane(address, launch, stream, *(self._make_event() for _ in range(3))))
+            self._lanes.append(StagedLane(address, launch, stream, *(self._make_event() for _ in range(3))))
             with self._gpu:
                 self._to_gpu(address + self._ring.lane_bytes, self._table.address, _TABLE_BYTES)
 
@@ -291,15 +276,19 @@ class StagedRowStream:
         self._set_memory(_WARM_UP_MEMORY, 0, 0)
         self._free(address)
 
-    def _set_memory(self, index: int, address: int, num_bytes: int, lanes: Sequence[_Lane] = ()) -> None:
-        """Tell `lanes`, or all; no order that names `index` is under way."""
-        self._table.array[:_TABLE_BYTES].view(np.int64)[2 * index : 2 * index + 2] = address, num_bytes
+    def _set_memory(self, index: int, address: int, num_bytes: int, lanes: Sequence[StagedLane] = ()) -> None:
+        """Tell `lanes`, or all, and wait for that; no order that names `index` is under way."""
+        self._tell(index, address, num_bytes, lanes or self._lanes)
+        self.drain()
+
+    def _tell(self, index: int, address: int, num_bytes: int, lanes: Sequence[StagedLane]) -> None:
+        """Lanes know it when they have what is uploaded to them next."""
+        offset_bytes = 16 * index  # alone: lanes have staging memory of their own
+        self._table.array[offset_bytes : offset_bytes + 16].view(np.int64)[:] = address, num_bytes
         with self._gpu:
-            for lane in lanes or self._lanes:
-                offset_bytes = 16 * index  # alone: lanes have staging memory of their own
+            for lane in lanes:
                 dst = lane.address + self._ring.lane_bytes + offset_bytes
                 self._to_gpu(dst, self._table.address + offset_bytes, 16)
-        self.drain()
 
     def _take(self, num_bytes: int) -> int:
         with self._gpu:
