@@ -34,7 +34,7 @@ _CASE = TransferCase(
     pages="shuffled",
     num_ranks=1,
     interleave=1,
-    chunk_tokens=131_072,
+    chunk_tokens=32_768,
     num_repeats=5,
     num_slots=8,
     slot_bytes=8 << 20,
@@ -54,7 +54,8 @@ def _cases(base: TransferCase, num_gpus: int) -> Iterator[Named]:
     sizes = [num_ranks for num_ranks in (1, 2, 4, 8) if num_ranks <= max(4, num_gpus)]
     for num_tokens in (_LONG, _SHORT):
         for num_ranks in sizes:
-            pull = replace(base, num_ranks=num_ranks, num_tokens=num_tokens)
+            # In four submits: while rows of one are pulled, the next one is planned.
+            pull = replace(base, num_ranks=num_ranks, num_tokens=num_tokens, chunk_tokens=num_tokens // 4)
             yield Named(f"p2p, dcp {num_ranks}, {num_tokens} tokens", pull)
     slots = replace(base, mode="packed", num_tokens=_SHORT, chunk_tokens=8192)
     for transport in ("nixl", "loopback"):
