@@ -67,11 +67,6 @@ class TransferCase:
                 "--mode: got raw, expected packed, serial, p2p or auto with --placement worker or --device cuda: "
                 "engines cannot read the pools"
             )
-        if self.mode == "p2p" and self.device == "cuda" and self.placement == "agent":
-            raise ConfigError(
-                "--mode: got p2p, expected packed, serial or auto with --device cuda and --placement agent: streams of "
-                "workers alone pull from pools on GPUs"
-            )
         if self.verify == "full" and self.mode in ("raw", "p2p"):
             raise ConfigError(f"--verify: got full with mode {self.mode}, expected off: packed segments have checksums")
         if self.device == "cpu" and self.busy != "none":

@@ -41,10 +41,6 @@ _CASE = TransferCase(
         (["--wire-gb-s", "0", "--transport", "loopback"], "--wire-gb-s: got 0, expected more than 0"),
         (["--descriptor-us", "1.4", "--transport", "loopback"], "--descriptor-us: got 1.4, expected --wire-gb-s"),
         (["--device", "cuda", "--mode", "raw"], "--mode: got raw, expected packed, serial, p2p or auto"),
-        (
-            ["--device", "cuda", "--mode", "p2p", "--placement", "agent"],
-            "--mode: got p2p, expected packed, serial or auto with --device cuda and --placement agent",
-        ),
         (["--verify", "full", "--compare", "packed,raw"], "--verify: got full with mode raw, expected off"),
         (["--placement", "worker", "--compare", "packed,raw"], "--mode: got raw, expected packed, serial, p2p or auto"),
         (["--busy", "long"], "--busy: got long, expected none with --device cpu"),
