@@ -14,6 +14,7 @@ from kvxfer.errors import ContractError, HandoffError
 from kvxfer.streams.device import DevicePool, MappedPool, share_legacy
 from kvxfer.streams.driver import check, cuda, gpu
 
+_BLOCK_BYTES: Final = 2 << 20
 _ORDERED_FOR_OWNER: Final = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
 
 
@@ -58,7 +59,8 @@ def allocate_legacy(num_bytes: int, device_index: int) -> LegacyMemory:
         raise ContractError(f"num_bytes: got {num_bytes}, expected at least 1")
     driver, device = cuda(), gpu(device_index)
     with device:
-        address = int(check("cuMemAlloc", driver.cuMemAlloc(num_bytes)))
+        # Of whole blocks: less may share one with other memory, which a handle would let others map as well.
+        address = int(check("cuMemAlloc", driver.cuMemAlloc(num_bytes + -num_bytes % _BLOCK_BYTES)))
         try:
             handle = share_legacy(DevicePool(address, num_bytes, device_index))
             assert handle.offset_bytes == 0, handle
