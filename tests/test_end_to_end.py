@@ -142,6 +142,13 @@ def test_bench_over_nixl(environment: dict[str, str], shape: str) -> None:
 
 
 @pytest.mark.nixl
+def test_bench_with_sums_by_streams(environment: dict[str, str]) -> None:
+    shape = "--dcp 2 --tokens 300 --row-bytes 577 --slot-kib 64"
+    result = _bench(environment, "--transport", "nixl", "--placement", "worker", "--verify", "full", *shape.split())
+    assert result["verified"] is True
+
+
+@pytest.mark.nixl
 def test_bench_compares_modes(environment: dict[str, str]) -> None:
     result = _bench(
         environment, "--transport", "nixl", "--dcp", "2", "--tokens", "600", "--compare", "packed,raw,serial,p2p"
