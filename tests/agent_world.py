@@ -148,9 +148,12 @@ class AgentWorld:
     # ---- agents ----
 
     def start_prefill(self, name: str, num_slots: int = 4, **fields: Any) -> PrefillAgent:  # noqa: ANN401
-        """Start a prefill agent at the socket directory `name`."""
+        """Start a prefill agent at the socket directory `name`, in mode packed unless `fields` say otherwise."""
         config = PrefillConfig(
-            socket_dir=str(self.path / name), transport=self._transport(fields), slots=self._slots(num_slots, fields)
+            socket_dir=str(self.path / name),
+            transport=self._transport(fields),
+            slots=self._slots(num_slots, fields),
+            mode="packed",
         )
         agent = PrefillAgent(msgspec.structs.replace(config, **fields))
         self._run(name, agent)

@@ -23,7 +23,14 @@ from kvxfer.control.client import DecodeClient, PrefillClient
 from kvxfer.control.heartbeat import return_s
 from kvxfer.control.messages import Ticket
 from kvxfer.errors import AgentLostError
-from kvxfer.ops.config import DecodeConfig, PrefillConfig, SlotConfig, TransportConfig, TransportName
+from kvxfer.ops.config import (
+    DecodeConfig,
+    PrefillConfig,
+    SlotConfig,
+    TransferMode,
+    TransportConfig,
+    TransportName,
+)
 from kvxfer.transfer import EventKind, Reason
 from tests.agent_world import WAIT_S, AgentWorld, Seat, receive_pages
 from tests.patience import SOON_S
@@ -53,9 +60,13 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str
 
 
 def agent(
-    role: str, socket_dir: Path, transport: TransportName = "loopback", slots: SlotConfig | None = None
+    role: str,
+    socket_dir: Path,
+    transport: TransportName = "loopback",
+    slots: SlotConfig | None = None,
+    mode: TransferMode = "packed",
 ) -> tuple[str, ...]:
-    """The arguments of an agent's process."""
+    """The arguments of an agent's process; `mode` counts for a prefill agent."""
     kind = PrefillConfig if role == "prefill" else DecodeConfig
     config = kind(
         socket_dir=str(socket_dir),
@@ -63,6 +74,8 @@ def agent(
         slots=slots or SlotConfig(num_slots=4, slot_bytes=4096),
         peer_timeout_s=TIMEOUT_S,
     )
+    if isinstance(config, PrefillConfig):
+        config = msgspec.structs.replace(config, mode=mode)
     return "agent", role, msgspec.json.encode(config).decode()
 
 

@@ -100,7 +100,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, kw_only=True):
     transport: TransportConfig = TransportConfig()
     slots: SlotConfig = SlotConfig()
     ops: OpsConfig = OpsConfig()
-    mode: TransferMode = "packed"
+    mode: TransferMode = "auto"
     num_threads: _Threads = 2
     peer_timeout_s: _Positive = 5.0
     drain_s: _Seconds = 5.0

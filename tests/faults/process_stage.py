@@ -136,7 +136,7 @@ class Stage:
             "drain_s": shape.drain_s,
         }
         if name == "pa":
-            return PrefillConfig(listen_port=self._port, **common)
+            return PrefillConfig(listen_port=self._port, mode="packed", **common)
         return DecodeConfig(dst_rank=self._rank(name), dst_world=self._world, **common)
 
     @property

@@ -49,6 +49,8 @@ class _Agents:
     ) -> tuple[Child, str]:
         """Agent `name`, which begins with its side's letter; with the endpoint of its pages."""
         kind: Any = PrefillConfig if name[0] == "p" else DecodeConfig
+        if kind is PrefillConfig:
+            fields = {"mode": "packed"} | fields
         config = kind(
             socket_dir=str(self._path / name),
             transport=TransportConfig(name=transport),
