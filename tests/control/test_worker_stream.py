@@ -13,6 +13,7 @@ import pytest
 
 from kvxfer.control import worker_stream
 from kvxfer.control.handoff import StreamMemory
+from kvxfer.control.shared_memory import HeldMemory, SharedMemory, describe
 from kvxfer.control.worker_stream import MAX_UNFINISHED, WorkerStream
 from kvxfer.errors import AgentLostError, TransportError
 from kvxfer.memory import HostMemory
@@ -101,6 +102,37 @@ def test_entries_are_enqueued_as_far_as_there_is_room(memory: StreamMemory, wire
     assert stream.enqueued == list(range(MAX_UNFINISHED + 10))
     assert not worker.has_backlog
     for number in range(MAX_UNFINISHED, MAX_UNFINISHED + 10):
+        ring.set_done(number)
+    worker.close()
+
+
+def test_a_peers_pool_is_unmapped_when_the_stream_is_at_rest_before_more_is_enqueued(
+    memory: StreamMemory, wire: _Wire
+) -> None:
+    """CUDA may wait for the whole device then, and so for orders that have not come."""
+    stream, ring = _Stream(), memory.ring
+    worker = WorkerStream(stream, memory, wire[0].fileno())
+    with HostMemory.create(4096, "peer") as peer:
+        assert worker.map_peer(7, HeldMemory(describe(peer), os.dup(peer.fd))) == ""
+        assert worker.map_peer(8, HeldMemory(SharedMemory(num_bytes=4097), os.dup(peer.fd))).startswith(
+            "the decode worker cannot map it: pool descriptor: got 4096 bytes"
+        )
+    assert isinstance(mapped := stream.memories[7], HostMemory)
+    assert 8 not in stream.memories
+    worker.want(2)
+    worker.feed()
+    worker.drop_peer(7)
+    worker.drop_peer(8)  # answered, too: nothing is mapped there
+    worker.want(5)
+    ring.set_done(0)
+    worker.feed()
+    assert (ring.num_enqueued, worker.take_unmapped(), mapped.array.size) == (2, [], 4096)
+    assert worker.has_backlog
+    ring.set_done(1)
+    worker.feed()
+    assert (ring.num_enqueued, worker.take_unmapped(), mapped.array.size) == (5, [7, 8], 0)
+    assert (7 in stream.memories, worker.take_unmapped(), worker.has_backlog) == (False, [], False)
+    for number in range(2, 5):
         ring.set_done(number)
     worker.close()
 
