@@ -80,7 +80,8 @@ class PeerLinks:
         def handle(sender: bytes, message: Message, _request_id: int) -> None:
             peer = self._names.get(sender)
             if peer is not None:
-                self._peers[peer].life.heard(now)
+                # Not when the turn began: a message before this one may have held the loop for long.
+                self._peers[peer].life.heard(time.monotonic())
             match message:
                 case Hello():
                     self._hello(sender, message, now)
@@ -227,7 +228,8 @@ class PeerLinks:
         """Give up peers that are gone; tell who did not get in."""
         for news in self._listener.news():
             self._sidecar.log.warning("%s", news)
-        if now >= self._look_at:
+        # A turn that was held up judges nobody by its old clock: the next one does.
+        if now >= self._look_at and time.monotonic() < now + LOOK_EVERY_S:
             self._look_at = now + LOOK_EVERY_S
             self._receive(now)  # what came while the loop was held counts first
             for name in list(self._peers):
