@@ -87,6 +87,10 @@ class ChunkPlan:
 
     def segment_range(self, segment_idx: int) -> tuple[int, int]:
         """The bytes `[first, end)` of the chunk's wire that the segment carries; raises `ContractError`."""
+        if len(self.blocks) == 1 and 0 <= segment_idx < self.num_segments:  # nearly always, and asked for each segment
+            block = self.blocks[0]
+            first_row, end_row = self.cuts[0].rows_in(segment_idx, block.num_wire_rows)
+            return first_row * block.row_bytes, end_row * block.row_bytes
         shares = list(self._shares(segment_idx))
         first_idx, first_row, _ = shares[0]
         end_idx, _, end_row = shares[-1]

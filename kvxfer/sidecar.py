@@ -122,7 +122,7 @@ class Sidecar:
         self.watch(self.desk.channel, lambda now: self.desk.receive(self.drain, now))
         self.watch(self.desk.handoffs, self.desk.poll_handoffs)
         self._selector.add(self._stop_fd)
-        self._selector.add(self.mover)  # it only wakes the loop: every turn polls
+        self.wake_on(self.mover)
 
     def _open_transport(self, transport: TransportConfig, host: str, *, is_target: bool) -> Transport:
         options = dict(transport.options)
@@ -183,6 +183,10 @@ class Sidecar:
     def watch(self, item: Channel | HasFileno, handler: Callable[[float], None]) -> None:
         """Call `handler(now)` whenever `item` is readable."""
         self._handlers[id(item)] = handler
+        self._selector.add(item)
+
+    def wake_on(self, item: HasFileno) -> None:
+        """Begin a turn whenever `item` is readable, which `Agent.poll` looks at anyway."""
         self._selector.add(item)
 
     def unwatch(self, item: Channel | HasFileno) -> None:

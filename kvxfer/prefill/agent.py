@@ -85,7 +85,7 @@ class PrefillAgent:
         pull_path = self._pulls.path if self._pulls is not None else ""
         self._links = PeerLinks(listener, self._sidecar, self._core, config.peer_timeout_s, pull_path)
         self._writes = Writes(self._sidecar, self._links, self._core)
-        self._sidecar.watch(self._sidecar.transport, self._writes.poll)
+        self._sidecar.wake_on(self._sidecar.transport)
         self.ops = self._sidecar.ops
         self.ops.serve(self.figures)
 

@@ -42,9 +42,10 @@ class Writes:
         dst_offset = write.notice.slot * hello.slot_bytes
         if write.runs is None:
             assert write.src_slot is not None
-            src = np.array([self._sidecar.slots.address(write.src_slot)], dtype=np.uint64)
-            lengths = np.array([write.notice.num_bytes], dtype=np.uint64)
-            return WriteBatch(region, src, np.array([dst_offset], dtype=np.uint64), lengths)
+            entry = np.array(
+                (self._sidecar.slots.address(write.src_slot), dst_offset, write.notice.num_bytes), dtype=np.uint64
+            )
+            return WriteBatch(region, entry[:1], entry[1:2], entry[2:])
         runs = write.runs
         src = runs.src_offsets.astype(np.uint64) + np.uint64(self._sidecar.pool_array().ctypes.data)
         dst = runs.slot_offsets.astype(np.uint64) + np.uint64(dst_offset)
