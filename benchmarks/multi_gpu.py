@@ -65,7 +65,7 @@ def all_parts(num_gpus: int, *, quick: bool) -> list[Part]:
     transfer = ("benchmarks.multi_gpu_transfer", "--gpus", str(num_gpus), "--json", _FACTS, *small)
     parts = [
         Part("pulls", (*transfer, "--modes", "p2p", "--seconds", "40"), 60.0),
-        Part("slots", (*transfer, "--modes", "packed,serial", "--seconds", "30"), 50.0),
+        Part("slots", (*transfer, "--modes", "packed,serial", "--seconds", "40"), 60.0),
         Part("judge", (*_PYTEST, "tests/gpu/test_against_transformers.py"), 110.0),
         Part("peers", (*_PYTEST, "tests/gpu/test_pools.py"), 60.0),
     ]

@@ -215,7 +215,6 @@ def _decode_as_rank(
         DecodeClient.connect(socket_dir, memory, layout, timeout_s=WAIT_S) as client,
     ):
         pool = LatentPool(tensor, client, shard, num_past, len(expected))
-        pool.open(ticket)
         model = build_model(MODEL_SEED)
         group = DcpGroup(
             None,
@@ -228,6 +227,7 @@ def _decode_as_rank(
             interleave=interleave,
             device=device,
         )
+        pool.open(ticket)
         rank, first_token = pool.landed(ticket)
         tokens = decode_tokens(
             model, first_token, num_past, len(expected), _attend_in_group(rank, group, softmax_scale(model))
