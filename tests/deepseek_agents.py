@@ -26,7 +26,7 @@ from kvxfer.ownership import local_len
 from kvxfer.streams.device import DevicePool
 from kvxfer.transfer import EventKind
 from tests.agent_world import WAIT_S, AgentWorld
-from tests.decode.dcp_ranks import run_ranks
+from tests.decode.dcp_ranks import TIMEOUT_S, run_ranks
 from tests.deepseek_judge import (
     HEADS,
     LAYERS,
@@ -189,7 +189,7 @@ def decode_in_processes(
             _new_pool(torch.device(src_device), layout) as (memory, pool),
             PrefillClient.connect(path / "agents" / "prefill", memory, layout, timeout_s=WAIT_S) as client,
         ):
-            ticket = client.ticket()
+            ticket = client.ticket(deadline_s=TIMEOUT_S)
             send_prompt(client, pool, ticket, model, prompt)
             (path / "ranks").mkdir()
             arguments = (str(path / "agents"), encode_ticket(ticket), len(prompt), interleave, backend, expected)
@@ -227,6 +227,7 @@ def _decode_as_rank(
             interleave=interleave,
             device=device,
         )
+        # Now that this rank looks at its client: it maps the source's pool, where rows are pulled, within such a call.
         pool.open(ticket)
         rank, first_token = pool.landed(ticket)
         tokens = decode_tokens(
