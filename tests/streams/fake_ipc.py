@@ -50,6 +50,9 @@ class FakeIpc(FakeCuda):
         """`writes_ordering`: how far the GPU sees in order what network adapters write to it."""
         super().__init__()
         self.opened: list[int] = []
+        self.pools: set[int] = set()
+        """Memory of others that has a handle."""
+        self._kept: list[object] = []  # as long as somebody may still have it mapped
         self.num_flushes = 0
         self.CUdevice_attribute = SimpleNamespace(
             **vars(FakeCuda.CUdevice_attribute),
@@ -83,10 +86,15 @@ class FakeIpc(FakeCuda):
 
     def cuIpcOpenMemHandle(self, handle: Handle, _flags: int) -> tuple[int, ...]:
         assert self._depth
-        if handle.address not in self.scratch:
+        if handle.address not in self.scratch.keys() | self.pools:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
         self.opened.append(handle.address)
         return 0, handle.address
+
+    def cuMemFree(self, address: int) -> tuple[int, ...]:
+        if address in self.opened:
+            self._kept.append(self.scratch[address])
+        return super().cuMemFree(address)
 
     def cuIpcCloseMemHandle(self, address: int) -> tuple[int, ...]:
         self.opened.remove(address)
