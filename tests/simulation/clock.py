@@ -10,6 +10,11 @@ from collections.abc import Callable
 Step = Callable[[], None]
 
 
+def instant(at_s: float) -> float:
+    """Whole microseconds: the same instant must come out the same from whenever it was asked for."""
+    return round(at_s, 6)
+
+
 class Clock:
     """Events that are still to come. Those of the same instant happen in the order in which they were asked for."""
 
@@ -22,8 +27,7 @@ class Clock:
     def after(self, delay_s: float, step: Step, process: Process | None = None) -> None:
         """Do `step` in `delay_s`: in `process`, later if that is paused then, never if it is dead."""
         self._num_events += 1
-        # Whole microseconds: the same instant must come out the same from whenever it was asked for.
-        heapq.heappush(self._events, (round(self.now + delay_s, 6), self._num_events, process, step))
+        heapq.heappush(self._events, (instant(self.now + delay_s), self._num_events, process, step))
 
     @property
     def is_instant_over(self) -> bool:
@@ -77,7 +81,7 @@ class Process(ABC):
 
     def pause(self, pause_s: float) -> None:
         """Stop every thread of the process."""
-        self.paused_until = max(self.paused_until, self.clock.now + pause_s)
+        self.paused_until = max(self.paused_until, instant(self.clock.now + pause_s))
 
     @abstractmethod
     def turn(self) -> None:
