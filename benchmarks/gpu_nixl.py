@@ -117,7 +117,7 @@ def run_other_memory(num_writes: int, repeats: int) -> list[Result]:
 def main() -> int:
     """Run the command; 1 where a byte differs or agents' memory cannot be used."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=8192, help="rows in one write, at most 8192")
+    parser.add_argument("--rows", type=int, default=7168, help="rows in one write, at most 7281")
     parser.add_argument("--slots", type=int, default=64, help="slots written in one repeat")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--target-gpu", type=int, default=0, help="GPU of the process that is written to")

@@ -1,6 +1,6 @@
 """Rates of row streams on a GPU, with orders from a process without CUDA: 8 MiB segments of 1152-byte rows, DCP 8.
 
-python -m benchmarks.gpu_stream [--json FILE] [--only idle,busy,device,peers,verify,waits]
+python -m benchmarks.gpu_stream [--json FILE] [--only idle,busy,device,verify,waits]
 
 All in about 40 s, besides the start of CUDA and, once, the compilation of the kernels.
 """
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_copies import copied_gbs
 from benchmarks.gpu_stream_agent import (
     MAX_IN_FLIGHT,
     MAX_SEGMENTS_PER_ORDER,
@@ -44,7 +43,7 @@ from kvxfer.streams.cuda_stream import (
     STREAM_PRIORITY,
     CudaRowStream,
 )
-from kvxfer.streams.device import DevicePool, allocate_pool, map_pool
+from kvxfer.streams.device import DevicePool
 from kvxfer.streams.ring import Ring
 
 POOL_BYTES = 1 << 30
@@ -69,8 +68,6 @@ class Case:
     num_segments: int = 1
     num_entries: int = 400
     staged_ctas: int = 0
-    peer_index: int = 0
-    """Of the GPU that rows are pulled from; the stream's own is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +141,7 @@ class Bench:
             staged_ctas=case.staged_ctas or STAGED_CTAS,
             priority=case.priority,
         )
-        stream.set_memory(2, self._peer_of(case.peer_index))
+        stream.set_memory(2, DevicePool.of(self.peer))
         yield ring, stream
         stream.close()
         ring.close()
@@ -179,14 +176,6 @@ class Bench:
             agent_cpu_us=told.cpu_s / case.num_entries * 1e6,
             worker_share=rate / work.rate_alone if work else None,
         )
-
-    @functools.cache  # noqa: B019 - one bench a process, with whose end the memory goes
-    def _peer_of(self, device_index: int) -> DevicePool:
-        """A peer's pool on that GPU, as the stream's GPU reaches it."""
-        if device_index == 0:
-            return DevicePool.of(self.peer)
-        shared = allocate_pool(POOL_BYTES, device_index)
-        return map_pool(shared.handle, shared.fd, is_read_only=True, device_index=0).pool
 
     def _rows(self, lane: int, num_rows: int) -> torch.Tensor:
         """`[num_rows, ROW_BYTES]` uint8: what a gather puts into slot `lane`."""
@@ -247,7 +236,7 @@ def _after(seconds: float) -> Callable[[], bool]:
 
 
 def cases(only: set[str]) -> list[Case]:
-    """What to measure, of `idle`, `busy`, `device`, `peers` and `verify`."""
+    """What to measure, of `idle`, `busy`, `device` and `verify`."""
     found: list[Case] = []
     if "idle" in only:
         found += [Case("gather", num_ctas) for num_ctas in (2, 4, 6, 8, 16)]
@@ -263,9 +252,6 @@ def cases(only: set[str]) -> list[Case]:
     if "device" in only:
         for num_segments, num_ctas in ((1, PULL_CTAS), (8, PULL_CTAS), (8, 132), (8, 264)):
             found.append(Case("pull", num_ctas, num_segments=num_segments, num_entries=200))
-    if "peers" in only:
-        for num_segments, num_ctas in ((1, PULL_CTAS), (8, SCATTER_CTAS), (8, 32), (8, PULL_CTAS), (8, 132)):
-            found.append(Case("pull", num_ctas, num_segments=num_segments, num_entries=100, peer_index=1))
     if "verify" in only:
         for num_ctas in (GATHER_CTAS, 6, 8):
             found += [Case("gather", num_ctas, staged_ctas=each) for each in (0, STAGED_CTAS)]
@@ -296,9 +282,7 @@ def main() -> None:
     """Print a table; with --json also write everything there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--only", default="idle,busy,device,verify,waits", help="some of these and `peers`: pulls from GPU 1"
-    )
+    parser.add_argument("--only", default="idle,busy,device,verify,waits")
     arguments = parser.parse_args()
     only = set(arguments.only.split(","))
     waits: dict[str, float] = {}
@@ -306,8 +290,6 @@ def main() -> None:
     with Agent() as agent:
         bench = Bench(agent)
         began_s = time.perf_counter()
-        if "peers" in only:
-            print(f"torch copies {copied_gbs(bench.pool, 1):.1f} GB/s from GPU 1 to GPU 0")
         print("way      busy   in-flight streams  priority  ctas  staged  MiB/entry  GB/s    enqueue us  agent us")
         results = []
         for case in cases(only):

@@ -70,7 +70,7 @@ def all_parts(num_gpus: int, *, quick: bool) -> list[Part]:
         Part("peers", (*_PYTEST, "tests/gpu/test_pools.py"), 60.0),
     ]
     if not quick:
-        stream = ("benchmarks.gpu_stream", "--only", "peers", "--json", _FACTS)
+        stream = ("benchmarks.peer_pulls", "--json", _FACTS)
         rows = ("benchmarks.gpu_nixl", "--target-gpu", "1", "--repeat", "3", "--json", _FACTS)
         parts[1:1] = [Part("stream", stream, 40.0), Part("rows", rows, 40.0)]
     device = ("--device", "cpu") if quick else ()

@@ -118,7 +118,9 @@ def _row(facts: dict[str, Any]) -> str:
 
 
 def print_goals(facts: list[dict[str, Any]]) -> None:
-    """What the figures say of the goal for pulls."""
+    """What the figures say of the goal for pulls, where there are any."""
+    if all(each["mode"] != "p2p" for each in facts):
+        return
     _say("\n| goal | got | wanted |\n|---|---|---|")
     for each in facts:
         if each["mode"] == "p2p":
