@@ -6,7 +6,7 @@ Pure bookkeeping, used by both sides. The memory belongs to the agent; a slot's 
 from __future__ import annotations
 
 import enum
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 
 from kvxfer.errors import ContractError
@@ -55,7 +55,7 @@ class SlotTable:
         self._moves = moves
         self._states = [SlotState.FREE] * num_slots
         self._free = deque(range(num_slots))
-        self._counts = Counter({SlotState.FREE: num_slots})
+        self._counts = dict.fromkeys(SlotState, 0) | {SlotState.FREE: num_slots}
         self._quarantine: dict[int, str] = {}
 
     def state(self, slot: int) -> SlotState:
