@@ -47,7 +47,8 @@ LAYOUT = Split().target(0)
 @contextmanager
 def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
     """A process of `agent_process.py` and what it said once it was ready; killed at the end at the latest."""
-    environment = {**os.environ, "UCX_MODULES": "^ib", "PYTHONPATH": str(_PROGRAM.parent.parent)}
+    path = os.pathsep.join(filter(None, [str(_PROGRAM.parent.parent), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "UCX_MODULES": "^ib", "PYTHONPATH": path}
     with subprocess.Popen(
         [sys.executable, str(_PROGRAM), *arguments], stdout=subprocess.PIPE, env=environment
     ) as child:
