@@ -18,6 +18,7 @@ _FIRST_NAP_S: Final = 50e-6
 _MAX_NAP_S: Final = 1e-3
 _MAX_LAZY_NAP_S: Final = 25e-3
 _LOOKS_PER_NAP: Final = 20  # without news, before naps get longer
+_LOOKS_AFTER_NEWS: Final = 5  # before it sleeps until it is told what to wait for
 _MAX_DOUBLINGS: Final = 10  # of naps, however long there is no news
 
 
@@ -79,7 +80,7 @@ class RingWatch:
             last = awaited
             if awaited is None or awaited is told:
                 # A loop that is at work will soon wait again, and to be woken by it costs more than some naps.
-                nap_s, is_over = _nap_s(num_idle, is_urgent=True), True
+                nap_s, is_over = _FIRST_NAP_S if num_idle < _LOOKS_AFTER_NEWS else _MAX_NAP_S, True
             elif awaited.has_come(self._ring):
                 told = awaited
                 self._wake()
