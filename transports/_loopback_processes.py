@@ -85,8 +85,7 @@ class CopyProcesses:
                     arguments,
                     stdin=subprocess.DEVNULL,
                     pass_fds=fds,
-                    env=os.environ
-                    | {"GLIBC_TUNABLES": ":".join(filter(None, (os.getenv("GLIBC_TUNABLES"), _TUNABLE)))},
+                    env=_environment(),
                     start_new_session=True,
                 )
             )
@@ -210,5 +209,5 @@ class CopyProcesses:
 
 
 def _environment() -> dict[str, str]:
-    tunables = [*filter(None, [os.environ.get("GLIBC_TUNABLES")]), _TUNABLE]
+    tunables = filter(None, (os.environ.get("GLIBC_TUNABLES"), _TUNABLE))
     return os.environ | {"GLIBC_TUNABLES": ":".join(tunables)}

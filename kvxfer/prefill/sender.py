@@ -61,11 +61,6 @@ class Sender:
         self._serial = SerialGate()
 
     @property
-    def num_outstanding(self) -> int:
-        """Operations that were emitted and have not ended."""
-        return len(self._gathers) + len(self._writes)
-
-    @property
     def num_reading_pool(self) -> int:
         """Operations that may read the worker's pool: gathers, and raw writes."""
         return len(self._gathers) + sum(1 for op in self._writes.values() if op.lease is None)
