@@ -1,11 +1,13 @@
 """Transfers between pools on one GPU over an emulated wire: the tables of docs/performance.md.
 
-`python -m benchmarks.gpu_transfer [--seconds S] [--json FILE] [--repeat N] [--wire-gb-s X] [--only TEXT] [--quick]`
+`python -m benchmarks.gpu_transfer [--seconds S] [--json FILE] [--repeat N] [--wire-gb-s X] [--gpus N] [--only TEXT]
+[--quick]`
 
 One prefill worker and up to eight decode workers are one process, since the kernels of several would take turns on the
-GPU; each has an agent in a process of its own, without CUDA. Every byte of every transfer is compared. Cases are run in
-the order of their weight; those that would begin after `--seconds` are left out and named. `--quick` tries the command
-on a machine without a GPU: few rows in host memory, a slow wire, no products.
+GPU; with `--gpus` a process a GPU, so that what the prefill worker keeps of its rate is its own loss alone. Each has an
+agent in a process of its own, without CUDA. Every byte of every transfer is compared. Cases are run in the order of
+their weight; those that would begin after `--seconds` are left out and named. `--quick` tries the command on a machine
+without a GPU: few rows in host memory, a slow wire, no products.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ def _cases(base: TransferCase) -> Iterator[Named]:
             yield Named("dcp 8, chunks", replace(ranked, chunk_tokens=_CHUNK, interval_s=_INTERVAL_S))
             yield Named("dcp 8, busy long", replace(ranked, busy="long"))
             yield Named("dcp 8, busy short", replace(ranked, busy="short"))
+            yield Named("dcp 8, verify full", replace(ranked, verify="full"))
     for num_ranks in (8, 4):
         pull = replace(base, num_ranks=num_ranks, mode="p2p", wire_gb_s=None, descriptor_us=0.0)
         yield Named(f"dcp {num_ranks}, p2p", pull)
@@ -83,7 +86,9 @@ def _cases(base: TransferCase) -> Iterator[Named]:
         kind = "" if slot_kind == "pinned_host" else ", device slots"
         yield Named(f"placement agent{kind}, idle", replace(agent, slot_kind=slot_kind))
         yield Named(f"placement agent{kind}, busy long", replace(agent, slot_kind=slot_kind, busy="long"))
-    yield from _both_lengths("dcp 8, 4 x 16 MiB", replace(base, num_slots=4, slot_bytes=16 * _MIB))
+    for num_slots in (4, 8):
+        large = replace(base, num_slots=num_slots, slot_bytes=16 * _MIB)
+        yield from _both_lengths(f"dcp 8, {num_slots} x 16 MiB", large)
     for num_ranks in (8, 4):
         ranked = replace(base, num_ranks=num_ranks)
         yield from _both_lengths(f"dcp {num_ranks}, 512 MiB", replace(ranked, num_slots=64))
@@ -178,6 +183,9 @@ def print_goals(results: dict[str, TransferResult]) -> None:
             _goal(f"share of the wire, busy {busy}", result.share_of_wire, "at least 0.92")
             _goal(f"worker keeps, busy {busy}", result.rate_kept, f"at least {wanted}")
             _goal(f"worker's us a segment, busy {busy}", result.as_json()["worker_us_per_segment"], "at most 40")
+    plain, verified = results.get(f"dcp 8, {_LONG} tokens"), results.get("dcp 8, verify full")
+    if plain is not None and verified is not None:
+        _goal("verify full / off, goodput", plain.elapsed_s / verified.elapsed_s, "at least 0.9")
     for what in (f"{_LONG} tokens", f"{_SHORT} tokens", "busy long", "busy short"):
         result = results.get(f"dcp 8, device slots, {what}")
         if result is not None:
@@ -211,10 +219,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the facts of all cases into this file")
     parser.add_argument("--repeat", type=int, default=_CASE.num_repeats, help="transfers of each case")
     parser.add_argument("--wire-gb-s", type=float, default=_CASE.wire_gb_s, help="rate of the wire")
+    parser.add_argument("--gpus", type=int, default=1, help="the prefill worker has the first, decode ranks the others")
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--quick", action="store_true", help="few rows in host memory")
     options = parser.parse_args()
-    base = replace(_CASE, num_repeats=options.repeat, wire_gb_s=options.wire_gb_s)
+    base = replace(_CASE, num_repeats=options.repeat, wire_gb_s=options.wire_gb_s, num_gpus=options.gpus)
     cases = [each for each in all_cases(base) if options.only in each.name]
     if options.quick:
         cases = [_quick(each) for each in cases if each.case.busy == "none"]
@@ -237,6 +246,7 @@ def _quick(named: Named) -> Named:
         wire_gb_s=0.2,
         device="cpu",
         slot_kind="pinned_host",
+        num_gpus=1,
     )
     return Named(named.name, small)
 

@@ -7,6 +7,7 @@ warnings are passed on to `logging`, and its tables of chosen protocols tell whi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import re
@@ -19,8 +20,10 @@ _logger = logging.getLogger("kvxfer.transports.ucx")
 
 # | agent-name intra-node cfg#1 |                                           a table's title: where the peer is
 _TITLE = re.compile(r"\|.* (self|intra-node|inter-node) cfg#\d+ .*\|")
-# | remote memory write by ucp_put* from host memory to host |              what the table is about; cuda/GPU0 elsewhere
-_WRITE = re.compile(r"\| remote memory write by ucp_put\S* from (host|cuda)")
+# | remote memory write by ucp_put* from host memory to host |              what the table is about: writes that stay in
+# | remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda |         one kind of memory, as those of slots do
+_WRITE = re.compile(r"\| remote memory write by ucp_put\S* from (host|cuda)\S*(?: memory)? to \1")
+_libc = ctypes.CDLL(None)
 # | 0..inf | zero-copy | cma/memory |                                       its rows; the last one is for long writes
 _ROW = re.compile(r"\|[^|]*\.\.[^|]*\|[^|]*\|([^|]*)\|")
 _TABLE_LINE = re.compile(r"\]\s+[|+]")
@@ -57,6 +60,7 @@ class UcxLog:
 
     def read_new(self) -> None:
         """Take in what UCX has written since the last call; pass on what is no table."""
+        _libc.fflush(None)  # the newest table lies in a buffer of the C library, often half of it
         num_bytes = os.fstat(self._fd).st_size - self._num_read_bytes
         if num_bytes <= 0:
             return
@@ -77,8 +81,9 @@ class UcxLog:
         if title := _TITLE.search(line):
             self._scope = title[1]
             self._source = ""
-        elif write := _WRITE.search(line):
-            self._source = write[1]
+        elif "| remote memory write by" in line:
+            write = _WRITE.search(line)
+            self._source = write[1] if write else ""
         elif self._source and (row := _ROW.search(line)):
             names = sorted(set(re.findall(r"([a-z]\w*)/", row[1])))
             if names:

@@ -32,7 +32,7 @@ _TABLES = """\
 [1795956301.292190] [vm:5005 :0]   | 0..2000 | short     | rc_mlx5/mlx5_0:1                    |
 [1795956301.292190] [vm:5005 :0]   | 2001..inf | zero-copy | 50% on rc_mlx5/mlx5_0:1 and 50% on dc_mlx5/mlx5_1:1 |
 [1795956301.292190] [vm:5005 :0]   | w-1 intra-node cfg#3                                                |
-[1795956301.292190] [vm:5005 :0]   | remote memory write by ucp_put* from cuda/GPU0 memory to cuda/GPU0  |
+[1795956301.292190] [vm:5005 :0]   | remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda      |
 [1795956301.292190] [vm:5005 :0]   | 0..inf | zero-copy | cuda_ipc/cuda                                  |
 """
 
