@@ -296,10 +296,10 @@ class Selector:
             self._channels.remove(item)
 
     def wait(self, timeout_s: float | None) -> list[Channel | HasFileno | int]:
-        """What is readable, as it was added; empty after `timeout_s` (None: no limit). A descriptor whose other end
-        is gone counts as readable."""
+        """What is readable, in the order in which it was added: agents read requests before they see who is gone.
+        Empty after `timeout_s` (None: no limit). A descriptor whose other end is gone counts as readable."""
         timeout_ms = None if timeout_s is None else max(0, -int(-timeout_s * 1000 // 1))
-        ready = {key for key, _ in self._poller.poll(timeout_ms)}
+        ready = dict(self._poller.poll(timeout_ms))  # in the order of `add`
         for channel in self._channels:
             channel.found(ready)
         # One item may have several sockets.

@@ -273,3 +273,14 @@ def test_nothing_is_left_after_the_last_channel(tmp_path: Path) -> None:
             with pytest.raises(ConfigError):
                 WorkerListener(tmp_path)
     assert (num_descriptors(), threads()) == before
+
+
+def test_what_is_readable_comes_in_the_order_of_adding() -> None:
+    """Whatever the numbers of the descriptors are."""
+    events = [os.eventfd(1, os.EFD_CLOEXEC) for _ in range(40)]
+    shuffled = [events[idx * 7 % 40] for idx in range(40)]
+    try:
+        assert Selector(shuffled).wait(0.0) == shuffled
+    finally:
+        for event in events:
+            os.close(event)
