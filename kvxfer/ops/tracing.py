@@ -7,6 +7,8 @@ where it was timed: a gather or scatter by whoever moved the rows (a stream: fro
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from typing import Literal
 
@@ -16,6 +18,8 @@ from kvxfer.errors import ConfigError
 
 MAX_OPERATIONS = 200_000
 """What comes after so many is not written: some 40 MB."""
+
+_log = logging.getLogger("kvxfer.ops")
 
 OperationKind = Literal["gather", "write", "scatter"]
 
@@ -33,10 +37,11 @@ class TracedOperation(msgspec.Struct, frozen=True, kw_only=True):
 
 class Trace:
     """Writes the lines, in blocks. `begin` and `end` are called by the agent's loop alone; without a file they do
-    nothing."""
+    nothing. One that takes no more, on a full disk, ends the trace and nothing else."""
 
     def __init__(self, path: str) -> None:
         """Make the file, or empty it. Raises `ConfigError` where that cannot be done. No file with an empty `path`."""
+        self._path = path
         self._given: dict[tuple[OperationKind, int], tuple[int | None, int, float]] = {}
         self._num_left = MAX_OPERATIONS
         self._encoder = msgspec.json.Encoder()
@@ -64,14 +69,30 @@ class Trace:
             ended_s=ended_s,
             busy_s=ended_s - given_s if busy_s is None else busy_s,
         )
-        self._file.write(self._encoder.encode(line) + b"\n")
+        try:
+            self._file.write(self._encoder.encode(line) + b"\n")
+        except OSError as error:
+            self._give_up(error)
         self._num_left -= 1
 
     def close(self) -> None:
         """Write out what is left. Calling it again does nothing."""
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                self._give_up(error)
             self._file = None
+
+    def _give_up(self, error: OSError) -> None:
+        _log.error(
+            "ops.trace_file: %s cannot be written any more (%s): the trace ends here", self._path, error.strerror
+        )
+        file, self._file = self._file, None
+        self._given.clear()
+        if file is not None:
+            with contextlib.suppress(OSError):  # what could not be written cannot be now; the descriptor is closed
+                file.close()
 
 
 def read_trace(text: bytes) -> list[TracedOperation]:

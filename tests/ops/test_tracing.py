@@ -52,3 +52,24 @@ def test_without_a_file_nothing_is_kept() -> None:
 def test_a_file_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^ops.trace_file: got .* cannot be written: No such file or directory$"):
         Trace(str(tmp_path / "nowhere" / "trace"))
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    trace = Trace("/dev/full")
+    for operation in range(1000):
+        trace.begin("gather", operation, 0, operation)
+        trace.end("gather", operation, 0.0)
+    trace.close()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "ops.trace_file: /dev/full cannot be written any more (No space left on device): the trace ends here"
+    )
+
+
+def test_a_disk_that_is_full_at_the_end_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    trace = Trace("/dev/full")
+    trace.begin("gather", 1, 0, 1)
+    trace.end("gather", 1, 0.0)
+    trace.close()
+    trace.close()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
