@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvxfer.control.auth import write_secret_key
 from kvxfer.control.client import DecodeClient, PrefillClient
+from kvxfer.control.heartbeat import Heartbeat
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import Source, Ticket
-from kvxfer.control.peer_channel import new_keys
-from kvxfer.errors import RefusedError
+from kvxfer.control.peer_channel import Connection, new_keys
+from kvxfer.decode import links
+from kvxfer.errors import ControlError, RefusedError
 from kvxfer.layout import Placement, PoolLayout, Shard
 from kvxfer.memory import HostMemory
 from kvxfer.ops.config import SecurityConfig
@@ -37,6 +41,34 @@ def test_a_source_that_is_not_there_is_named(tmp_path: Path) -> None:
         assert event.reason is Reason.PEER_UNREACHABLE
         assert "tcp://127.0.0.1:9: did not pair within 0.5 s" in event.detail
         world.verify()
+
+
+def test_an_agent_that_can_open_no_channel_fails_the_transfer_and_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the first socket of a connection nor, with that open, the first of its heartbeats."""
+    with AgentWorld(tmp_path) as world:
+        build(world, Split())
+        (seat, client), source = world.decode[0], world.prefill[0][1].source
+        opened: list[Connection] = []
+
+        def open_until(refused: type[Connection], kind: type[Connection], *args: Any) -> Connection:  # noqa: ANN401
+            if kind is refused:
+                raise ControlError("cannot open a channel: Too many open files")
+            opened.append(kind(*args))
+            return opened[-1]
+
+        for refused in (Connection, Heartbeat):
+            with monkeypatch.context() as patch:
+                for kind in (Connection, Heartbeat):
+                    patch.setattr(links, kind.__name__, partial(open_until, refused, kind))
+                ticket = Ticket(transfer=new_id(), sources=(source,))
+                client.open(ticket, receive_pages(seat.take_pages(world.ranges(seat.layout, 0, 8))))
+                event = ends(client, ticket)
+            assert event.reason is Reason.PEER_UNREACHABLE
+            assert event.detail == "cannot open a channel: Too many open files"
+        assert [each.is_closed for each in opened] == [True]
+        world.move(20)
 
 
 def test_an_agent_without_a_worker_says_so_at_once_and_serves_the_next(tmp_path: Path) -> None:

@@ -25,15 +25,20 @@ class DeviceMapping:
 
     def __init__(self, offer: PoolOffer, fds: list[int], call: CallInThread, wake: Callable[[], None]) -> None:
         """Take over `fds`, the descriptor that came with `offer`, or none. `wake` is called, from a thread, when there
-        is something to take; never after `close()`."""
+        is something to take; never after `close()`. Raises `HandoffError` where this process may open no more files."""
         assert offer.pool is not None
+        try:
+            own_fds = [os.dup(fd) for fd in fds]
+        except OSError as error:
+            for fd in fds:
+                os.close(fd)
+            raise HandoffError(f"pool: got memory of a GPU, which cannot be mapped: {error.strerror}") from error
         self.offer = offer
         self._shared: HeldMemory | None = HeldMemory(offer.pool, *fds)
         self._wake = wake
         self._lock = threading.Lock()  # of the next two: one of `close()` and the thread drops what nobody wants
         self._is_done = False
         self._is_closed = False
-        own_fds = [os.dup(fd) for fd in fds]
         self._future = call(lambda: _map(offer.pool, own_fds))
         self._future.add_done_callback(lambda _future: self._ended(own_fds))
 

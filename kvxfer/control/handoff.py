@@ -82,7 +82,8 @@ class HandoffConnection:
     def lost(self) -> bool:
         """Read what is there; whether the agent has gone. What cannot be understood is ignored, also all after it.
 
-        Raises `HandoffError` for moved slots that cannot be mapped.
+        Raises `HandoffError` for moved slots that cannot be mapped: the agent would wait for ever for a stream that
+        does not know where they are.
         """
         try:
             for _ in range(_MAX_FRAMES_PER_LOOK):
@@ -123,8 +124,6 @@ class HandoffConnection:
             return self._reader.read()
         except HandoffError:
             self._is_readable = False
-            if self._reader.has_lost_fds:
-                raise  # the slots have moved: the agent would wait for ever for a stream that does not know where
             return None
 
     def _hear(self, frame: bytes) -> None:
@@ -258,7 +257,8 @@ def _receive(connection: socket.socket, reader: FrameReader, deadline_s: float) 
     connection.setblocking(False)
     poller = select.poll()
     poller.register(connection, select.POLLIN)
-    while (frame := reader.read()) is None:
+    while (frame := reader.read()) is None or reader.has_lost_fds:
+        reader.check_fds()
         if reader.is_ended:
             raise AgentLostError("hand-off: the agent hung up without an answer")
         remaining_s = deadline_s - time.monotonic()

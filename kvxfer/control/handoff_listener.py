@@ -6,7 +6,6 @@ parser does one of the two.
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import socket
@@ -33,7 +32,7 @@ from kvxfer.control.handoff_messages import (
 )
 from kvxfer.control.ids import new_id
 from kvxfer.control.shared_memory import HeldMemory, attach, share
-from kvxfer.control.socket_dir import HANDOFF_SOCKET, SocketClaim, group_only_umask
+from kvxfer.control.socket_dir import HANDOFF_SOCKET, Acceptor, SocketClaim, group_only_umask
 from kvxfer.errors import ConfigError, HandoffError, LayoutError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory, check_memfd
@@ -43,7 +42,6 @@ from kvxfer.streams.ring import Ring
 HANDOFF_TIMEOUT_S = 5.0
 """A worker that has connected must have said everything within this time."""
 MAX_CONNECTIONS = 64
-_PAUSE_S = 1.0
 _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 __all__ = ["HandoffEvent", "HandoffListener", "LostPool", "ReceivedPool", "RefusedHandoff"]
@@ -81,7 +79,6 @@ class HandoffListener:
         self._call = call
         self._mapped_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # a pool of a GPU has been mapped, or has not
         self._connections: dict[int, _Connection] = {}
-        self._paused_until_s = 0.0
         try:
             with group_only_umask():
                 self._socket.bind(str(self._claim.path))
@@ -89,8 +86,7 @@ class HandoffListener:
         except OSError as error:
             self.close()
             raise ConfigError(f"socket_dir: cannot listen at {self._claim.path}: {error.strerror}") from error
-        self._socket.setblocking(False)
-        self._epoll.register(self._socket, select.EPOLLIN)
+        self._acceptor = Acceptor(self._socket, self._epoll)
         self._epoll.register(self._mapped_fd, select.EPOLLIN)
 
     def fileno(self) -> int:
@@ -100,9 +96,7 @@ class HandoffListener:
     def poll(self, now_s: float) -> list[HandoffEvent]:
         """What happened. Call it when `fileno()` is readable and at every tick; `now_s` is a monotonic clock."""
         events: list[HandoffEvent] = []
-        if self._paused_until_s and now_s >= self._paused_until_s:
-            self._paused_until_s = 0.0
-            self._epoll.modify(self._socket, select.EPOLLIN)
+        self._acceptor.look(now_s)
         for fd, _ in self._epoll.poll(0):
             if fd == self._mapped_fd:
                 os.eventfd_read(fd)
@@ -163,17 +157,11 @@ class HandoffListener:
 
     def _accept(self, now_s: float) -> list[HandoffEvent]:
         try:
-            accepted, _ = self._socket.accept()
-        except (BlockingIOError, ConnectionAbortedError):
+            accepted = self._acceptor.accept(now_s)
+        except HandoffError as error:
+            return [RefusedHandoff(str(error))]
+        if accepted is None:
             return []
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                raise
-            # The waiting worker keeps the socket readable: look away for a while instead of spinning.
-            self._paused_until_s = now_s + _PAUSE_S
-            self._epoll.modify(self._socket, 0)
-            return [RefusedHandoff(f"cannot accept a worker: {error.strerror}")]
-        accepted.setblocking(False)
         connection = _Connection(accepted, now_s + HANDOFF_TIMEOUT_S)
         self._connections[accepted.fileno()] = connection
         self._epoll.register(accepted, select.EPOLLIN)
@@ -251,6 +239,7 @@ class _Connection:
             frame = self._reader.read()
         except OSError as error:
             raise HandoffError(f"the worker hung up ({error.strerror})") from error
+        self._reader.check_fds()
         if len(self._reader.fds) > 1:
             raise HandoffError(f"descriptors: got {len(self._reader.fds)}, expected one at most")
         if self._reader.is_ended:

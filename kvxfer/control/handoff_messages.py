@@ -141,7 +141,8 @@ class FrameReader:
         self.is_ended = False
         """Whether the other end has hung up."""
         self.has_lost_fds = False
-        """Whether descriptors came for which this process had no room."""
+        """Whether more descriptors came than fit: at most 4 at once, and what this process may open. The frames of
+        those that are missing come all the same."""
         self._socket = connection
         self._data = bytearray()
 
@@ -163,9 +164,7 @@ class FrameReader:
             except (BlockingIOError, InterruptedError):
                 return None
             self.fds += take_fds(ancillary)
-            if flags & socket.MSG_CTRUNC:
-                self.has_lost_fds = True
-                raise HandoffError(f"descriptors: got more than {_MAX_FDS} at once, or than this process may open")
+            self.has_lost_fds |= bool(flags & socket.MSG_CTRUNC)
             if not data:
                 self.is_ended = True
                 return None
@@ -173,6 +172,11 @@ class FrameReader:
         frame = bytes(self._data[LENGTH.size :])
         self._data.clear()
         return frame
+
+    def check_fds(self) -> None:
+        """Raise `HandoffError` where a descriptor is missing."""
+        if self.has_lost_fds:
+            raise HandoffError(f"descriptors: got more than {_MAX_FDS} at once, or than this process may open")
 
     def take_fds(self) -> list[int]:
         """All descriptors that wait; they are the caller's."""

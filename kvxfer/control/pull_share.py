@@ -26,7 +26,7 @@ import numpy.typing as npt
 from kvxfer.control.handoff_messages import take_fds
 from kvxfer.control.messages import Counter, Id
 from kvxfer.control.shared_memory import HeldMemory, SharedMemory
-from kvxfer.control.socket_dir import SocketClaim, group_only_umask
+from kvxfer.control.socket_dir import Acceptor, SocketClaim, group_only_umask
 from kvxfer.errors import ConfigError, HandoffError
 from kvxfer.memory import HostMemory, check_memfd
 
@@ -111,25 +111,28 @@ class PullListener:
         except OSError as error:
             self.close()
             raise ConfigError(f"socket_dir: cannot listen at {self.path}: {error.strerror}") from error
-        self._socket.setblocking(False)
-        self._epoll.register(self._socket, select.EPOLLIN)
+        self._acceptor = Acceptor(self._socket, self._epoll)
 
     def fileno(self) -> int:
         """Readable while somebody connects or asks."""
         return self._epoll.fileno()
 
-    def poll(self, pool: str | None, memory: HeldMemory | None, leases: LeaseTable) -> list[str]:
-        """Answer who asks; returns what was refused, for the log. Never blocks.
+    def poll(self, pool: str | None, memory: HeldMemory | None, leases: LeaseTable, now_s: float) -> list[str]:
+        """Answer who asks; returns what was refused, for the log. Never blocks. Call it when `fileno()` is readable
+        and at every tick; `now_s` is a monotonic clock.
 
         Of those that connect and stay silent some are kept, the newest.
         """
         refused = []
+        self._acceptor.look(now_s)
         for _ in range(_MAX_REQUESTS_PER_POLL):
             try:
-                accepted, _ = self._socket.accept()
-            except BlockingIOError:
+                accepted = self._acceptor.accept(now_s)
+            except HandoffError as error:
+                refused.append(str(error))
                 break
-            accepted.setblocking(False)
+            if accepted is None:
+                break
             self._epoll.register(accepted, select.EPOLLIN)
             self._silent.append(accepted)
         for _ in range(len(self._silent)):
@@ -140,7 +143,7 @@ class PullListener:
                 self._silent.append(connection)
                 continue
             except OSError as error:
-                problem = f"hung up ({error.strerror})"
+                problem = f"no answer reaches who asked ({error.strerror})"
             connection.close()
             if problem is not None:
                 refused.append(problem)
@@ -236,8 +239,10 @@ class PullConnection:
 
     def __init__(self, path: str, incarnation: str, pool: str) -> None:
         """Ask the prefill agent at `path`. Raises `HandoffError` where there is none on this host."""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        except OSError as error:
+            raise HandoffError(f"pull socket: {error.strerror}") from error
         try:
             self._socket.connect(path)
             self._socket.send(_encoder.encode(PullRequest(incarnation=incarnation, pool=pool)))
@@ -281,7 +286,9 @@ def _parse_answer(packet: bytes, fds: list[int], flags: int) -> OfferedPool:
         raise HandoffError(f"pull: refused: {answer.detail}")
     num_expected = 1 + answer.pool.has_fd
     if len(fds) != num_expected or flags & socket.MSG_CTRUNC:
-        raise HandoffError(f"pull answer: got {len(fds)} descriptors, expected {num_expected}")
+        has_no_room = len(fds) < num_expected and flags & socket.MSG_CTRUNC
+        why = ": this process may open no more (ulimit -n)" if has_no_room else ""
+        raise HandoffError(f"pull answer: got {len(fds)} descriptors, expected {num_expected}{why}")
     if answer.pool.gpu is None:
         check_memfd(fds[0], answer.pool.num_bytes)
     if answer.lease_bytes != NUM_LEASES * 8:

@@ -58,7 +58,9 @@ def attach(
     Raises `HandoffError`; the descriptor is closed then.
     """
     if shared.has_fd and not fds:
-        raise HandoffError(f"{what} descriptor: got none, expected one")
+        raise HandoffError(
+            f"{what} descriptor: got none, expected one: none was sent, or this process may open no more (ulimit -n)"
+        )
     if shared.gpu is None:
         return HostMemory.attach(fds.pop(0), shared.num_bytes, what, is_read_only=is_read_only)
     if shared.gpu.num_bytes != shared.num_bytes:

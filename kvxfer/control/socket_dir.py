@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import select
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, HandoffError
 
 CONTROL_SOCKET = "control.sock"
 HANDOFF_SOCKET = "handoff.sock"
 _MAX_PATH_BYTES = 107  # sun_path without its final zero
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_PAUSE_S = 1.0
 
 
 def socket_path(socket_dir: str | os.PathLike[str], name: str) -> Path:
@@ -65,6 +70,45 @@ def group_only_umask() -> Iterator[None]:
         yield
     finally:
         os.umask(previous)
+
+
+class Acceptor:
+    """Takes who connects to a listening socket, which, as the epoll that it is in, stays the caller's.
+
+    A process that has no descriptor left for one looks away for a while: he keeps the socket readable, and the loop
+    would spin.
+    """
+
+    def __init__(self, listening: socket.socket, epoll: select.epoll) -> None:
+        self._socket = listening
+        self._epoll = epoll
+        self._paused_until_s = 0.0
+        listening.setblocking(False)
+        epoll.register(listening, select.EPOLLIN)
+
+    def look(self, now_s: float) -> None:
+        """End a pause whose time is over. Call it at every tick; `now_s` is a monotonic clock."""
+        if self._paused_until_s and now_s >= self._paused_until_s:
+            self._paused_until_s = 0.0
+            self._epoll.modify(self._socket, select.EPOLLIN)
+
+    def accept(self, now_s: float) -> socket.socket | None:
+        """The next connection, which does not block and is the caller's; None where there is none, or while this looks
+        away. Raises `HandoffError` where it begins to."""
+        if self._paused_until_s:
+            return None
+        try:
+            accepted, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            self._paused_until_s = now_s + _PAUSE_S
+            self._epoll.modify(self._socket, 0)
+            raise HandoffError(f"cannot accept a connection: {error.strerror}") from error
+        accepted.setblocking(False)
+        return accepted
 
 
 def _make_directory(path: Path) -> None:

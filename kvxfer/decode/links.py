@@ -22,7 +22,7 @@ from kvxfer.control.peer_channel import Connection, Credentials
 from kvxfer.decode.core import DecodeCore
 from kvxfer.decode.pairing import PrefillPeer
 from kvxfer.decode.source_pools import SourcePool, SourcePools
-from kvxfer.errors import ProtocolError, RefusedError
+from kvxfer.errors import ControlError, RefusedError
 from kvxfer.ops.config import DecodeConfig
 from kvxfer.sidecar import Sidecar
 from kvxfer.slot_memory import PROBE_BYTES
@@ -116,8 +116,12 @@ class SourceLinks:
             name = f"{self._sidecar.incarnation}-{self._num_connections:x}"
             connection = Connection(source.endpoint, name, self._credentials, source.key)
             timeout_s = self._config.peer_timeout_s
-            heartbeat = Heartbeat(source.endpoint, name, self._credentials, source.key, timeout_s)
-        except ProtocolError as error:
+            try:
+                heartbeat = Heartbeat(source.endpoint, name, self._credentials, source.key, timeout_s)
+            except BaseException:
+                connection.close()
+                raise
+        except ControlError as error:  # also where this process may open nothing more
             self._core.peer_gone(source.incarnation, Reason.PEER_UNREACHABLE, str(error), now)
             return
         peer = PrefillPeer(source, connection, heartbeat, self._hello(source), now)

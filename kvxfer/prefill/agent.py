@@ -245,6 +245,8 @@ class PrefillAgent:
     def tick(self, now: float) -> None:
         """Deadlines, peers that were silent for too long, and slots that only a new engine can free."""
         self._links.tick(now)
+        if self._pulls is not None:
+            self._pulls.poll(now)
         self._core.tick(now)
         if self._core.needs_rotation and now >= self._rotate_at:
             self._rotate(now)

@@ -15,12 +15,13 @@ class PullServer:
         self._sidecar = sidecar
         self._listener = PullListener(socket_dir, sidecar.incarnation)
         self.path = self._listener.path
-        sidecar.watch(self._listener, self._poll)
+        sidecar.watch(self._listener, self.poll)
 
-    def _poll(self, _now: float) -> None:
+    def poll(self, now: float) -> None:
+        """Answer who asks. Called when somebody does, and at every tick."""
         pool = self._sidecar.pool
         name, memory = (None, None) if pool is None else (pool.pool, pool.for_peers())
-        for problem in self._listener.poll(name, memory, self.leases):
+        for problem in self._listener.poll(name, memory, self.leases, now):
             self._sidecar.log.warning("refused to share the pool: %s", problem)
 
     def close(self) -> None:

@@ -132,7 +132,7 @@ def test_running_out_of_descriptors_pauses_the_listener(
     with client_of(tmp_path) as client:
         with monkeypatch.context() as patch:
             patch.setattr(socket.socket, "accept", refuse)
-            assert listener.poll(now_s) == [RefusedHandoff("cannot accept a worker: Too many open files")]
+            assert listener.poll(now_s) == [RefusedHandoff("cannot accept a connection: Too many open files")]
             assert not select_ready(listener), "the loop would spin"
         assert listener.poll(now_s + 2) == []
         socket.send_fds(client, [OFFER], [memory.fd])

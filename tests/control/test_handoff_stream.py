@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvxfer.control.handoff import HandoffConnection, StreamMemory, hand_over, share_stream
+from kvxfer.control.handoff import HandoffConnection, OfferedPeer, StreamMemory, hand_over, share_stream
 from kvxfer.control.handoff_listener import HandoffEvent, HandoffListener, LostPool, ReceivedPool
-from kvxfer.control.handoff_messages import PoolAccepted, PoolOffer, SharedStream, SlotsMoved, pack
-from kvxfer.control.shared_memory import SharedMemory
+from kvxfer.control.handoff_messages import PeerPool, PoolAccepted, PoolOffer, SharedStream, SlotsMoved, pack
+from kvxfer.control.shared_memory import SharedMemory, attach
 from kvxfer.errors import HandoffError, LayoutError
 from kvxfer.layout import PoolLayout
 from kvxfer.memory import HostMemory
-from kvxfer.streams.ring import LANES_OFFSET_BYTES, OFFSETS_WORD, Ring
+from kvxfer.streams.ring import LANES_OFFSET_BYTES, OFFSETS_WORD, MemoryIndex, Ring
 from tests.control.pools import POOL_BYTES, client_of, expect_refusal, layout, memfd, next_events
-from tests.control.waiting import num_descriptors
+from tests.control.waiting import no_more_descriptors, num_descriptors
 
 SIZE_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 OFFER = pack(PoolOffer(num_bytes=POOL_BYTES, layout=layout(), placement="worker"))
@@ -296,14 +295,34 @@ def test_moved_slots_that_a_worker_has_no_descriptor_for_are_an_error(
     connection, memory, received, _ = _shared(listener, tmp_path)
     assert isinstance(memory.slots, HostMemory)
     listener.move_slots(received.pool, 1, memory.slots)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-    try:
-        with pytest.raises(HandoffError, match="or than this process may open"):
-            connection.lost()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with no_more_descriptors(), pytest.raises(HandoffError, match=r"slots descriptor: got none, .*ulimit"):
+        connection.lost()
     assert not connection.lost()
+    connection.close()
+    received.close()
+    memory.close()
+
+
+def test_a_peers_pool_that_a_worker_has_no_descriptor_for_costs_nothing_else(
+    listener: HandoffListener, tmp_path: Path
+) -> None:
+    """Rows come over the wire then, and what the agent says later is heard."""
+    connection, memory, received, _ = _shared(listener, tmp_path)
+    assert isinstance(memory.slots, HostMemory)
+    word = PeerPool(index=MemoryIndex.FIRST_PEER, memory=SharedMemory(num_bytes=memory.slots.num_bytes))
+    assert listener.tell_of_peer(received.pool, word, [memory.slots.fd])
+    with no_more_descriptors():
+        assert not connection.lost()
+    offered = connection.take_peer_word()
+    assert isinstance(offered, OfferedPeer)
+    assert offered.memory.fds() == []
+    with pytest.raises(HandoffError, match="pool descriptor: got none, expected one"):
+        attach(offered.memory.shared, offered.memory.fds(), "pool")
+    listener.move_slots(received.pool, 1, memory.slots)
+    assert not connection.lost()
+    moved = connection.take_moved()
+    assert moved is not None
+    moved.memory.close()
     connection.close()
     received.close()
     memory.close()

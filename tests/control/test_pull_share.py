@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from kvxfer.control.pull_share import (
 from kvxfer.control.shared_memory import HeldMemory, SharedMemory, describe
 from kvxfer.errors import ConfigError, HandoffError
 from kvxfer.memory import HostMemory
+from tests.control.waiting import no_more_descriptors
 
 INCARNATION, POOL = "a" * 32, "b" * 32
 NUM_BYTES = 12_345
@@ -48,7 +50,7 @@ class Source:
         return HeldMemory(describe(self.memory), self.memory.fd)
 
     def poll(self) -> list[str]:
-        return self.listener.poll(POOL, self.held, self.leases)
+        return self.listener.poll(POOL, self.held, self.leases, time.monotonic())
 
     def raw(self) -> socket.socket:
         """A client that says what the test wants."""
@@ -158,9 +160,52 @@ def test_what_is_shared_cannot_be_written(source: Source) -> None:
 def test_another_pool_is_refused(source: Source, incarnation: str, pool: str, has_pool: bool, expected: str) -> None:
     connection = PullConnection(source.listener.path, incarnation, pool)
     held_pool, memory = (POOL, source.held) if has_pool else (None, None)
-    (problem,) = source.listener.poll(held_pool, memory, source.leases)
+    (problem,) = source.listener.poll(held_pool, memory, source.leases, 0.0)
     assert expected in problem
     with pytest.raises(HandoffError, match="pull: refused: pool: got"):
+        connection.poll()
+    connection.close()
+
+
+def test_a_source_without_descriptors_looks_away_for_a_while(source: Source) -> None:
+    now_s = time.monotonic()
+    connection = PullConnection(source.listener.path, INCARNATION, POOL)
+    with no_more_descriptors():
+        (problem,) = source.listener.poll(POOL, source.held, source.leases, now_s)
+        assert problem == "cannot accept a connection: Too many open files"
+        assert not is_readable(source.listener), "the loop would spin"
+    assert source.listener.poll(POOL, source.held, source.leases, now_s) == []
+    assert connection.poll() is None
+    assert source.listener.poll(POOL, source.held, source.leases, now_s + 2) == []
+    shared = connection.poll()
+    connection.close()
+    assert shared is not None
+    shared.close()
+
+
+def test_a_source_without_descriptors_hangs_up_on_who_has_asked(source: Source) -> None:
+    connection = PullConnection(source.listener.path, INCARNATION, POOL)
+    with no_more_descriptors(but=1):
+        problems = source.poll()
+    # The kernel wants a descriptor for the next one before it looks whether there is one.
+    assert problems == [
+        "cannot accept a connection: Too many open files",
+        "no answer reaches who asked (Too many open files)",
+    ]
+    with pytest.raises(HandoffError, match="pull answer: "):
+        connection.poll()
+    connection.close()
+
+
+def test_who_has_no_descriptors_pulls_nothing(source: Source) -> None:
+    with no_more_descriptors(), pytest.raises(HandoffError, match="pull socket: Too many open files"):
+        PullConnection(source.listener.path, INCARNATION, POOL)
+    connection = PullConnection(source.listener.path, INCARNATION, POOL)
+    assert source.poll() == []
+    with (
+        no_more_descriptors(but=1),
+        pytest.raises(HandoffError, match="got 1 descriptors, expected 2: this process may open no more"),
+    ):
         connection.poll()
     connection.close()
 

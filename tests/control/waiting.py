@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from kvxfer.control.channel import Channel, Selector
 from kvxfer.control.handoff_listener import HandoffListener
@@ -38,6 +41,26 @@ def port_of(listener: PeerListener) -> int:
 def num_descriptors() -> int:
     """File descriptors that this process has open."""
     return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def no_more_descriptors(*, but: int = 0) -> Iterator[None]:
+    """This process may open no more files than `but`."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + but, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        for _ in range(but):
+            os.close(taken.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in taken:
+            os.close(fd)
 
 
 def wait_readable(item: HandoffListener, timeout_s: float = 5) -> bool:
