@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvxfer.cli.kernel_cases import Case, builders
+from kvxfer.cli.output import check_plot_file
 from kvxfer.errors import ConfigError, KvxferError
 
 _COPY_BYTES = 2 << 30
@@ -167,12 +168,12 @@ def bench_kernels(
         raise ConfigError(f"--only: got {only!r}, expected one of {', '.join(kernels)}")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise KvxferError("--plot needs matplotlib, which is not installed: pip install 'kvxfer[docs]'")
+    if plot is not None:
+        check_plot_file(plot)
     if not torch.cuda.is_available():
         raise KvxferError("no CUDA device: the kernels' speed can only be measured on a GPU")
     timed = list(run_cases(only))
     copy_gbs, results = timed[0][0], [result for _, result in timed]
-    if plot is not None:
-        draw(plot, copy_gbs, results)
     if as_json:
         report: dict[str, Any] = {
             "device": torch.cuda.get_device_name(),
@@ -183,6 +184,8 @@ def bench_kernels(
         typer.echo(json.dumps(report, indent=2))
     else:
         show(copy_gbs, results)
+    if plot is not None:
+        draw(plot, copy_gbs, results)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +20,18 @@ def report_error(error: KvxferError) -> int:
     """Say what went wrong on standard error; returns the exit status: 2 for wrong input, 1 for anything else."""
     sys.stderr.write(f"kvxfer: {error}\n")
     return EXIT_USAGE if isinstance(error, (ConfigError, ContractError)) else EXIT_FAILED
+
+
+def check_plot_file(path: Path) -> None:
+    """Raise `ConfigError` unless a plot can be written into `path`: before a long run, not after it. A file that is
+    there stays as it is, and none is made."""
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--plot: got {path}, expected a file that can be written ({error.strerror})") from error
 
 
 def print_json(result: dict[str, Any]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Literal
 
+from kvxfer.cli.output import check_plot_file
 from kvxfer.errors import ConfigError
 from kvxfer.ops.tracing import OperationKind, TracedOperation, read_trace
 
@@ -87,13 +87,15 @@ def check_plot(path: Path, compare: str) -> None:
         raise ConfigError(f"--plot: got {path} beside --compare {compare}, expected one of the two options")
     if path.suffix != ".svg":
         raise ConfigError(f"--plot: got {path}, expected a file name that ends in .svg")
-    if not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
-        raise ConfigError(f"--plot: got {path}, expected a file that can be written")
+    check_plot_file(path)
 
 
 def draw_timeline(path: Path, title: str, spans: list[Span]) -> None:
-    """Draw `spans`, a lane for each slot, into the file `path`."""
-    path.write_text("\n".join(_svg(title, spans)) + "\n", encoding="utf-8")
+    """Draw `spans`, a lane for each slot, into the file `path`. Raises `ConfigError` where it cannot be written."""
+    try:
+        path.write_text("\n".join(_svg(title, spans)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--plot: {path} cannot be written: {error.strerror}") from error
 
 
 def _svg(title: str, spans: list[Span]) -> Iterator[str]:

@@ -52,6 +52,8 @@ _CASE = TransferCase(
         ),
         (["--plot", "x.png"], "--plot: got x.png, expected a file name that ends in .svg"),
         (["--plot", "/nowhere/x.svg"], "--plot: got /nowhere/x.svg, expected a file that can be written"),
+        (["--plot", "/dev/null/x.svg"], "--plot: got /dev/null/x.svg, expected a file that can be written (Not"),
+        (["--plot", "/proc/self/x.svg"], "--plot: got /proc/self/x.svg, expected a file that can be written"),
         (["--plot", "x.svg", "--compare", "packed,raw"], "--plot: got x.svg beside --compare packed,raw"),
         (["--interval-ms", "-1"], "--interval-ms: got -1, expected 0 to 10000 ms"),
     ],

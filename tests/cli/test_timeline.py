@@ -12,8 +12,9 @@ import pytest
 
 from kvxfer.cli.bench_transfer import run_with_plot
 from kvxfer.cli.output import Steps
-from kvxfer.cli.timeline import Span, draw_timeline
+from kvxfer.cli.timeline import Span, check_plot, draw_timeline
 from kvxfer.cli.transfer_case import TransferCase
+from kvxfer.errors import ConfigError
 
 _CASE = TransferCase(
     transport="loopback",
@@ -87,3 +88,20 @@ def test_nothing_moved_is_drawn_too(tmp_path: Path) -> None:
     path = tmp_path / "timeline.svg"
     draw_timeline(path, "nothing", [])
     assert all(bars == [] for bars in _bars(path).values())
+
+
+def test_a_plot_is_tried_before_the_run_and_leaves_no_trace(tmp_path: Path) -> None:
+    fresh, old, directory = tmp_path / "fresh.svg", tmp_path / "old.svg", tmp_path / "directory.svg"
+    old.write_text("old")
+    directory.mkdir()
+    for path in (fresh, old):
+        check_plot(path, "")
+    assert not fresh.exists()
+    assert old.read_text() == "old"
+    with pytest.raises(ConfigError, match=r"expected a file that can be written \(Is a directory\)"):
+        check_plot(directory, "")
+
+
+def test_a_disk_that_is_full_after_the_run_is_said() -> None:
+    with pytest.raises(ConfigError, match="--plot: /dev/full cannot be written: No space left on device"):
+        draw_timeline(Path("/dev/full"), "full", [])
