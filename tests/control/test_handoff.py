@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.control.device_handoff import DeviceMapping
 from kvxfer.control.handoff import HandoffConnection, hand_over
 from kvxfer.control.handoff_listener import (
     HANDOFF_TIMEOUT_S,
@@ -23,11 +24,13 @@ from kvxfer.control.handoff_listener import (
     ReceivedPool,
     RefusedHandoff,
 )
-from kvxfer.control.handoff_messages import PoolRefused, pack
+from kvxfer.control.handoff_messages import PoolOffer, PoolRefused, pack
+from kvxfer.control.shared_memory import SharedMemory
 from kvxfer.errors import AgentLostError, ConfigError, ControlTimeoutError, HandoffError, LayoutError
 from kvxfer.memory import HostMemory
+from kvxfer.streams.device import PoolHandle
 from tests.control.pools import OFFER, POOL_BYTES, accepted, client_of, layout, memfd, next_events, select_ready
-from tests.control.waiting import num_descriptors
+from tests.control.waiting import no_more_descriptors, num_descriptors
 
 
 def test_a_pool_is_shared_and_each_side_sees_the_other_go(
@@ -240,3 +243,18 @@ def test_a_refusal_before_the_offer_is_heard(
         with pytest.raises(HandoffError, match="not you"):
             hand_over(tmp_path, memory, layout(), 5.0)
         agent.join()
+
+
+def test_a_pool_of_a_gpu_is_refused_where_no_descriptor_is_left_for_it(
+    memory: HostMemory,
+) -> None:
+    """It needs two: one to be mapped, one for peers."""
+    handle = PoolHandle("0" * 32, memory.num_bytes, 0, 2 << 20, 1)
+    offer = PoolOffer(
+        num_bytes=memory.num_bytes, layout=layout(), pool=SharedMemory(num_bytes=memory.num_bytes, gpu=handle)
+    )
+    fd = os.dup(memory.fd)
+    with no_more_descriptors(), pytest.raises(HandoffError, match="cannot be mapped: Too many open files"):
+        DeviceMapping(offer, [fd], lambda _work: pytest.fail("nothing is mapped"), lambda: None)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
