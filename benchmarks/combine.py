@@ -258,9 +258,10 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Time the merge of partial attention over `world` ranks."""
-    if device is Device.CUDA and not 2 <= world <= torch.cuda.device_count():
+    num_gpus = torch.cuda.device_count()
+    if device is Device.CUDA and not 2 <= world <= num_gpus:
         raise typer.BadParameter(
-            f"--world: got {world}, expected 2 to {torch.cuda.device_count()}, the GPUs of this machine; "
+            f"--world: got {world} on a machine with {num_gpus} GPUs, expected at least 2 and a GPU each; "
             "--device cpu tries the command without them"
         )
     with tempfile.TemporaryDirectory() as directory:

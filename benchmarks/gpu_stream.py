@@ -32,6 +32,7 @@ from benchmarks.gpu_stream_agent import (
     segment_rows,
 )
 from benchmarks.gpu_stream_waits import held_streams, time_waits
+from benchmarks.needs_gpus import check_gpus
 from kvxfer.memory import HostMemory
 from kvxfer.row_sums import row_sum
 from kvxfer.streams.cuda_stream import (
@@ -47,6 +48,7 @@ from kvxfer.streams.device import DevicePool
 from kvxfer.streams.ring import Ring
 
 POOL_BYTES = 1 << 30
+PARTS = ("idle", "busy", "device", "verify", "waits")
 MAX_UNFINISHED = 128
 BASELINE_S = 0.4
 cuda: Any = torch.cuda  # not all of it has types
@@ -282,9 +284,12 @@ def main() -> None:
     """Print a table; with --json also write everything there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="idle,busy,device,verify,waits")
+    parser.add_argument("--only", default=",".join(PARTS), help="some of these parts")
     arguments = parser.parse_args()
     only = set(arguments.only.split(","))
+    if not only <= set(PARTS):
+        parser.error(f"--only: got {arguments.only}, expected some of {', '.join(PARTS)}")
+    check_gpus(parser, 1)
     waits: dict[str, float] = {}
     held: dict[int, int] = {}
     with Agent() as agent:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.needs_gpus import QUICK, check_gpus
 from kvxfer.cli.bench_transfer import CaseRunner, TransferResult
 from kvxfer.cli.transfer_case import TransferCase
 from kvxfer.errors import KvxferError
@@ -227,6 +228,10 @@ def main() -> int:
     cases = [each for each in all_cases(base) if options.only in each.name]
     if options.quick:
         cases = [_quick(each) for each in cases if each.case.busy == "none"]
+    else:
+        check_gpus(parser, options.gpus, QUICK)
+    if not cases:
+        parser.error(f"--only: got {options.only}, expected what is in the name of a case, such as p2p")
     results, all_ran = run(cases, options.seconds, options.json)
     if not options.quick:  # they are goals of a GPU
         print_goals(results)

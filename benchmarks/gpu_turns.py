@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from benchmarks.needs_gpus import check_gpus
 from kvxfer.cli.products import Products
 from kvxfer.control.handoff import allocate_pool, hand_over_device
 from kvxfer.layout import Group, LayerRange, PoolLayout
@@ -172,6 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, help="write the facts into this file")
     options = parser.parse_args()
+    check_gpus(parser, 1)
     found = run()
     print_goals(found)
     if options.json is not None:

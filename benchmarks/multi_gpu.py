@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.needs_gpus import QUICK, check_gpus
+
 _ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _GRACE_S = 15.0
 """For a part that was told to end, which gives back what it has made."""
@@ -145,10 +147,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="parts whose names contain this: pulls, stream, combine 2")
     parser.add_argument("--quick", action="store_true", help="small parts without GPUs")
     options = parser.parse_args()
+    if not options.quick:
+        check_gpus(parser, 2, QUICK)
     num_gpus = 2 if options.quick else torch.cuda.device_count()
-    if num_gpus < 2:
-        parser.error(f"got {num_gpus} GPUs, expected at least 2; --quick tries the command without them")
     parts = [part for part in all_parts(num_gpus, quick=options.quick) if options.only in part.name]
+    if not parts:
+        parser.error(f"--only: got {options.only}, expected what is in the name of a part, such as pulls")
     outcomes: list[Outcome] = []
     for part in parts:
         _say(f"== {part.name}: python -m {' '.join(part.arguments)}")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_transfer import Named
+from benchmarks.needs_gpus import QUICK, check_gpus
 from kvxfer.cli.bench_transfer import CaseRunner
 from kvxfer.cli.transfer_case import TransferCase
 from kvxfer.errors import KvxferError
@@ -145,7 +146,9 @@ def main() -> int:
     cases = [each for each in all_cases(options.gpus, options.repeat) if each.case.mode in modes]
     if not cases:
         parser.error(f"--modes: got {options.modes}, expected some of p2p, packed, serial")
-    if options.quick:
+    if not options.quick:
+        check_gpus(parser, options.gpus, QUICK)
+    else:
         cases = [Named(each.name, _quick(each.case)) for each in cases]
     facts, all_ran = run(cases, None if options.quick else options.gpus, options.seconds, options.json)
     if not options.quick:  # they are goals of GPUs

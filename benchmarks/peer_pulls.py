@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_copies import copied_gbs
+from benchmarks.needs_gpus import QUICK, check_gpus
 from kvxfer.memory import HostMemory
 from kvxfer.ownership import Int64Array
 from kvxfer.streams.cuda_stream import CudaRowStream
@@ -178,6 +179,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="memory of the host, few rows")
     options = parser.parse_args()
     owner: int | None = None if options.quick else options.owner
+    if owner is not None:
+        check_gpus(parser, owner + 1, QUICK)
     pools = Pools(Shape(2, 2) if options.quick else Shape(61, 113), owner)
     copied = None if owner is None else copied_gbs(pools.target, owner)
     if copied is not None:

@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Moves the KV cache of MLA models from prefill workers to decode workers split by decode context parallelism.",
 )
-bench = typer.Typer(no_args_is_help=True, help="Measure.")
+bench = typer.Typer(no_args_is_help=True, help="Measure transfers and kernels.")
 app.add_typer(bench, name="bench")
 
 
@@ -169,7 +169,7 @@ def demo(
         sys.exit(EXIT_FAILED)
 
 
-@bench.command("transfer")
+@bench.command("transfer", short_help="Time the whole path between processes, beside one contiguous write.")
 def bench_transfer(
     transport: _EngineName = _Transport.NIXL,
     mode: Annotated[
@@ -228,7 +228,7 @@ def bench_transfer(
         choice("--verify", _Verify, "full: a checksum with every packed segment, compared before its rows are used."),
     ] = _Verify.OFF,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw into this SVG file when each slot was busy with what, last repeat.")
+        Path | None, typer.Option(help="Draw when each slot was busy into this SVG file, last repeat; one mode only.")
     ] = None,
     as_json: _Json = False,
 ) -> None:

@@ -98,7 +98,8 @@ def print_transfers(results: list[TransferResult]) -> None:
         f"{measure}. ms in all: sums over ranks and segments, which overlap, so they may exceed the transfer."
     )
     if any(fact["bytes"] and not fact["descriptors_sent"] for fact in facts):
-        console.print("No descriptors sent: the ranks pulled their rows.")
+        unchecked = ", and no checksum is made of such rows" if case.verify == "full" else ""
+        console.print(f"No descriptors sent: the ranks pulled their rows{unchecked}.")
     first = facts[0]
     for fact in facts[1:]:
         ratio = fact["transfer_ms"] / first["transfer_ms"]

@@ -12,6 +12,7 @@ from kvxfer.cli.harness import Cast, ChildError
 from kvxfer.cli.output import Steps
 from kvxfer.cli.pools import GroupShape, lay_out
 from kvxfer.cli.protocol import Compute, Computed, Done, FillRows, PatternRows
+from kvxfer.cli.tables import print_transfers
 from kvxfer.cli.transfer_case import TransferCase
 from kvxfer.control.messages import TransferStats
 from kvxfer.layout import LayerRange, Placement, Shard
@@ -90,6 +91,16 @@ def test_figures_of_an_emulated_wire_and_of_workers() -> None:
     assert plain["share_of_wire"] is None
     assert plain["worker_rate_kept"] is None
     assert plain["efficiency"] == pytest.approx(0.5)
+
+
+def test_rows_that_were_pulled_are_said_to_have_no_checksum(capsys: pytest.CaptureFixture[str]) -> None:
+    pulled = TransferStats(num_rows=900, num_bytes=_CASE.num_bytes, num_segments=4)
+    case = replace(_CASE, mode="auto", verify="full")
+    said = "ranks pulled their rows, and no checksum is made of such rows."
+    print_transfers([TransferResult(case, 0.1, (replace(_move(0.3), sent=pulled),), 0.15, "cma", ())])
+    assert said in " ".join(capsys.readouterr().out.split())
+    print_transfers([TransferResult(case, 0.1, (_move(0.3),), 0.15, "cma", ())])
+    assert "pulled" not in capsys.readouterr().out
 
 
 def test_cases_take_turns_on_one_stage_and_a_wire_is_never_exceeded() -> None:
