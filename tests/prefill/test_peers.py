@@ -76,7 +76,12 @@ def _check(hello: Hello, layout: PoolLayout | None = None, slot_bytes: int = 64)
 @pytest.mark.parametrize(
     ("hello", "field", "reason", "detail"),
     [
-        (_hello(version=PROTOCOL_VERSION + 1), "version", Reason.PEER_REFUSED, f"got {PROTOCOL_VERSION + 1}, expected {PROTOCOL_VERSION}"),
+        (
+            _hello(version=PROTOCOL_VERSION + 1),
+            "version",
+            Reason.PEER_REFUSED,
+            f"got {PROTOCOL_VERSION + 1}, expected {PROTOCOL_VERSION}",
+        ),
         (_hello(expected_incarnation="1" * 32), "incarnation", Reason.STALE, "is now 0000"),
         (_hello(transport="nixl"), "transport", Reason.LAYOUT_MISMATCH, "got 'nixl', expected 'loopback'"),
         (_hello(num_slots=80), "region_bytes", Reason.PEER_REFUSED, "beyond"),
