@@ -147,7 +147,6 @@ class Request:
             deadline_s=self.deadline_s,
             ready=self._compute(agent, agent.pool, side, offsets) if is_late else 0,
         )
-        side.deadline = world.clock.now + self.deadline_s
         try:
             agent.core.submit(submit, world.clock.now)
         except RefusedError:
@@ -157,6 +156,7 @@ class Request:
                 del agent.sides[self.transfer]
             self._failed("a submit was refused")
             return
+        side.deadline = world.clock.now + self.deadline_s  # a submit that is refused changes nothing
         if chunk_idx + 1 < len(self.chunks):
             world.later(world.delay_s(world.setup.control), lambda: self._submit_next(agent, chunk_idx + 1))
         if self._has_given_up:
