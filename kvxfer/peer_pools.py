@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 from kvxfer.control.handoff_messages import PeerPool, PeerPoolDropped, PeerWord
 from kvxfer.control.messages import PeerPoolMapped, PeerPoolUnmapped
-from kvxfer.control.shared_memory import HeldMemory, attach
+from kvxfer.control.shared_memory import HeldMemory
 from kvxfer.errors import HandoffError, TransportError
 from kvxfer.memory import HostMemory
 from kvxfer.row_mover import HostExecutor
@@ -21,6 +20,7 @@ from kvxfer.streams.stream_mover import StreamMover
 
 Answer = Callable[[str], None]
 """Hears once what became of a pool: nothing where rows may be pulled from it, otherwise why they may not."""
+_TOO_MANY = f"the decode worker has {MemoryIndex.STAGING - MemoryIndex.FIRST_PEER} pools mapped already"
 
 
 class PeerPools(Protocol):
@@ -61,10 +61,12 @@ class HostPeerPools:
         self._num_mapped += 1
         index = self._num_mapped
         try:
-            self._mapped[index] = mapped = _attach_host(memory)
+            mapped = memory.attach(None)
         except HandoffError as error:
             answer(str(error))
             return index
+        assert isinstance(mapped, HostMemory)
+        self._mapped[index] = mapped
         self._rows.peers[index] = mapped.array
         answer("")
         return index
@@ -86,17 +88,6 @@ class HostPeerPools:
         """`PeerPools.close`."""
         for index in list(self._mapped):
             self.drop(index)
-
-
-def _attach_host(memory: HeldMemory) -> HostMemory:
-    if memory.shared.gpu is not None:
-        memory.close()
-        raise HandoffError("pool: got one on a GPU, expected one in host memory, like that of the decode worker")
-    fds = memory.fds()
-    memory.fd = -1  # `attach` closes it
-    mapped = attach(memory.shared, fds, "pool", is_read_only=True)
-    assert isinstance(mapped, HostMemory)
-    return mapped
 
 
 class StreamPeerPools:
@@ -124,7 +115,7 @@ class StreamPeerPools:
         """`PeerPools.map`."""
         if not self._free:
             memory.close()
-            answer(f"the decode worker has {MemoryIndex.STAGING - MemoryIndex.FIRST_PEER} pools mapped already")
+            answer(_TOO_MANY)
             return -1
         index = self._free.popleft()
         self._asked[index] = answer
@@ -175,15 +166,12 @@ class OwnPeerPools:
 
     def map(self, memory: HeldMemory, answer: Answer) -> int:
         """`PeerPools.map`."""
-        fds = memory.fds()
-        memory.fd = -1  # `attach` closes it
-        if memory.shared.gpu is None or not self._free:
-            for fd in fds:
-                os.close(fd)
-            answer("pool: got one in host memory, or too many, expected few on a GPU, like that of the decode worker")
+        if not self._free:
+            memory.close()
+            answer(_TOO_MANY)
             return -1
         try:
-            mapped = attach(memory.shared, fds, "pool", is_read_only=True, device_index=self._device_index)
+            mapped = memory.attach(self._device_index)
         except HandoffError as error:
             answer(str(error))
             return -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvxfer.control import peer_memories
 from kvxfer.control.handoff_messages import PoolPlacement
 from kvxfer.control.shared_memory import HeldMemory
 from kvxfer.decode import source_pools
@@ -134,13 +132,11 @@ def test_a_source_that_pairs_anew_takes_no_index_for_ever(tmp_path: Path) -> Non
 def test_a_pool_that_the_decode_worker_cannot_map_is_sent_over_the_wire(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(memory: HeldMemory, fds: list[int], *_: object, **__: object) -> None:
-        assert memory is not None
-        for fd in fds:
-            os.close(fd)
+    def refuse(memory: HeldMemory, _device_index: int | None) -> None:
+        memory.close()
         raise HandoffError("pool: got memory of GPU 1, expected some that GPU 0 reaches")
 
-    monkeypatch.setattr(peer_memories, "attach", refuse)
+    monkeypatch.setattr(HeldMemory, "attach", refuse)
     modes: tuple[TransferMode, ...] = ("auto", "p2p")
     for mode in modes:
         with AgentWorld(tmp_path / mode, placement="worker") as world:

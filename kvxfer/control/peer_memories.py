@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 
-from kvxfer.control.shared_memory import HeldMemory, as_device_pool, attach
-from kvxfer.errors import HandoffError, KvxferError
+from kvxfer.control.shared_memory import HeldMemory, as_device_pool
+from kvxfer.errors import KvxferError
 from kvxfer.memory import HostMemory
 from kvxfer.streams.device import MappedPool
 from kvxfer.streams.row_stream import RowStream
@@ -31,11 +30,9 @@ class PeerMemories:
 
     def map(self, index: int, memory: HeldMemory) -> str:
         """Let `index` stand for `memory`, which is let go of; why that cannot be, or nothing."""
-        fds = memory.fds()
-        memory.fd = -1  # `attach` closes it
         mapped: HostMemory | MappedPool | None = None
         try:
-            mapped = self._attach(memory, fds)
+            mapped = memory.attach(self._device_index)
             self._stream.set_memory(index, as_device_pool(mapped))
         except KvxferError as error:
             if mapped is not None:
@@ -64,15 +61,6 @@ class PeerMemories:
             _close(memory)
         self._mapped.clear()
         self._leaving.clear()
-
-    def _attach(self, memory: HeldMemory, fds: list[int]) -> HostMemory | MappedPool:
-        is_on_gpu = self._device_index is not None
-        if is_on_gpu != (memory.shared.gpu is not None):
-            for fd in fds:
-                os.close(fd)
-            kinds = ("in host memory", "on a GPU")
-            raise HandoffError(f"pool: got one {kinds[not is_on_gpu]}, expected one {kinds[is_on_gpu]}, like its own")
-        return attach(memory.shared, fds, "pool", is_read_only=True, device_index=self._device_index)
 
 
 def _close(memory: HostMemory | MappedPool) -> None:

@@ -87,6 +87,21 @@ class HeldMemory:
         """What goes along on a socket."""
         return [self.fd] if self.fd >= 0 else []
 
+    def attach(self, device_index: int | None) -> HostMemory | MappedPool:
+        """Map it to pull rows out of it, and let go of it; the mapping is the caller's. `device_index`: the GPU of the
+        pool that rows go into, None for one in host memory.
+
+        Raises `HandoffError`, also where the two pools are of different kinds: nothing moves rows between those.
+        """
+        fds, self.fd = self.fds(), -1
+        is_on_gpu = device_index is not None
+        if is_on_gpu != (self.shared.gpu is not None):
+            for fd in fds:
+                os.close(fd)
+            kinds = ("in host memory", "on a GPU")
+            raise HandoffError(f"pool: got one {kinds[not is_on_gpu]}, expected one {kinds[is_on_gpu]}, like its own")
+        return attach(self.shared, fds, "pool", is_read_only=True, device_index=device_index)
+
     def close(self) -> None:
         """Let go of it. Calling it again does nothing."""
         if self.fd >= 0:
