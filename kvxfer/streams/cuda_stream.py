@@ -19,7 +19,7 @@ from kvxfer.row_sums import row_sum
 from kvxfer.streams.cuda_marks import CudaMarks
 from kvxfer.streams.cuda_track import MAX_MEMORIES, Track
 from kvxfer.streams.device import DevicePool
-from kvxfer.streams.driver import Gpu, cuda, gpu
+from kvxfer.streams.driver import Gpu, PinnedMemories, gpu
 from kvxfer.streams.ring import (
     LINEAR,
     NUM_ENTRIES,
@@ -90,12 +90,11 @@ class CudaRowStream:
             raise ContractError(f"max_ctas, num_streams, staged_ctas, pull_ctas: got {got}, expected at least 1 each")
         self._gpu = gpu(pool.device_index)
         check_abilities(self._gpu)
-        self._driver = cuda()
         self._ring = ring
         self._pull_ctas = pull_ctas
         self._num_enqueued = 0
         self._is_closed = False
-        self._registered: list[HostMemory] = []
+        self._pinned = PinnedMemories(self._gpu)
         self._tracks: list[Track] = []
         self._marks: CudaMarks | None = None
         self._table = HostMemory.create(num_streams * _TABLE_BYTES, "kvxfer-memories")  # one a stream
@@ -127,7 +126,7 @@ class CudaRowStream:
                 f"memory {index}: got memory for GPU {memory.device_index}, expected it for GPU "
                 f"{self._gpu.device_index}, whose stream this is: map it for that one"
             )
-        address = memory.address if isinstance(memory, DevicePool) else self._register(memory)
+        address = memory.address if isinstance(memory, DevicePool) else self._pinned.add(memory)
         self._tables()[:, index] = address, memory.num_bytes
         if index > MemoryIndex.SLOTS and isinstance(memory, DevicePool):
             # Which order an entry gets is open when it is launched. As few programs as fill the bus have too few bytes
@@ -143,8 +142,7 @@ class CudaRowStream:
         """`RowStream.forget`. CUDA may wait for the whole device here, which is why nothing may be enqueued that waits
         for an order. Raises `TransportError`."""
         if isinstance(memory, HostMemory):
-            self._gpu.unregister(memory)
-            self._registered.remove(memory)
+            self._pinned.remove(memory)
 
     def clear_memory(self, index: int) -> None:
         """`RowStream.clear_memory`."""
@@ -171,7 +169,7 @@ class CudaRowStream:
     def _make_tracks(self, num_streams: int, max_ctas: int, staged_ctas: int, priority: int) -> None:
         """Make the streams, and run the kernels on each: on a ring of their own, told to skip, then to move a row, then
         to check it first."""
-        table_address = self._register(self._table)
+        table_address = self._pinned.add(self._table)
         ring = Ring.create(1, 16)
         try:
             max_lane_bytes, staging_bytes = max(ring.lane_bytes, self._ring.lane_bytes), self._ring.staging_bytes
@@ -215,30 +213,21 @@ class CudaRowStream:
 
     def _share(self, pool: DevicePool, slots: HostMemory | DevicePool, priority: int) -> None:
         """Give the GPU the ring, the pool and the slots."""
-        address = self._register(self._ring.memory)
+        address = self._pinned.add(self._ring.memory)
         self._marks = CudaMarks(self._gpu, self._ring, address, priority)
         for track in self._tracks:
             track.set_ring(self._ring, address)
         self.set_memory(MemoryIndex.POOL, pool)
         self.set_memory(MemoryIndex.SLOTS, slots)
 
-    def _register(self, memory: HostMemory) -> int:
-        address = self._gpu.register(memory)
-        self._registered.append(memory)
-        return address
-
     def _release(self) -> None:
-        """Give back what was made. A context that is broken refuses, and has nothing left to give back."""
-        driver = self._driver
+        """Give back what was made."""
         for track in self._tracks:
             track.close()
         if self._marks is not None:
             self._marks.close()
-        with self._gpu:
-            for memory in self._registered:
-                driver.cuMemHostUnregister(memory.address)
+        self._pinned.close()
         self._tracks, self._marks = [], None
-        self._registered.clear()
         self._table.close()
 
 

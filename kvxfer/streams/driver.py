@@ -138,6 +138,35 @@ class Gpu:
             return check("cuStreamCreateWithPriority", driver.cuStreamCreateWithPriority(flags, priority))
 
 
+class PinnedMemories:
+    """Host memory that one owner's streams read and write, each from `add` until `remove` or `close`."""
+
+    def __init__(self, device: Gpu) -> None:
+        self._gpu = device
+        self._memories: list[HostMemory] = []
+
+    def __contains__(self, memory: object) -> bool:
+        return memory in self._memories
+
+    def add(self, memory: HostMemory) -> int:
+        """`Gpu.register`."""
+        address = self._gpu.register(memory)
+        self._memories.append(memory)
+        return address
+
+    def remove(self, memory: HostMemory) -> None:
+        """`Gpu.unregister`."""
+        self._gpu.unregister(memory)
+        self._memories.remove(memory)
+
+    def close(self) -> None:
+        """Give all back. A context that is broken refuses, and has nothing left to give back."""
+        with self._gpu:
+            for memory in self._memories:
+                cuda().cuMemHostUnregister(memory.address)
+        self._memories.clear()
+
+
 @functools.cache
 def gpu(device_index: int) -> Gpu:
     """The GPU that this process knows under `device_index`. Raises `EngineMissingError`, `TransportError`."""

@@ -28,7 +28,7 @@ from kvxfer.errors import TransportError
 from kvxfer.memory import HostMemory
 from kvxfer.streams.cuda_track import MAX_MEMORIES, LaneLaunch
 from kvxfer.streams.device import DevicePool
-from kvxfer.streams.driver import check, cuda, gpu
+from kvxfer.streams.driver import PinnedMemories, check, cuda, gpu
 from kvxfer.streams.lane_view import LaneView
 from kvxfer.streams.ring import LINEAR, MemoryIndex, Ring, Span, SumKind
 from kvxfer.streams.staged_lane import RunningEntry, StagedLane
@@ -66,7 +66,7 @@ class StagedRowStream:
         self._is_closed = False
         self._running: dict[int, RunningEntry] = {}
         self._turns_s: deque[float] = deque(maxlen=_NUM_TURNS)
-        self._registered: list[HostMemory] = []
+        self._pinned = PinnedMemories(self._gpu)
         self._streams: list[Any] = []  # uploads, downloads, kernels
         self._events: list[Any] = []
         self._blocks: dict[int, int] = {}  # memory of the GPU that was taken: address and bytes
@@ -157,8 +157,8 @@ class StagedRowStream:
         self.drain()
         if isinstance(slots, HostMemory):
             mirror = self._mirror if self._blocks.get(self._mirror) == slots.num_bytes else self._take(slots.num_bytes)
-            if slots not in self._registered:
-                self._register(slots)
+            if slots not in self._pinned:
+                self._pinned.add(slots)
             address = mirror
         else:
             mirror, address = 0, slots.address
@@ -166,10 +166,8 @@ class StagedRowStream:
         self.drain()
         if self._mirror not in (0, mirror):
             self._free(self._mirror)
-        if self._slots is not slots and self._slots in self._registered:
-            assert isinstance(self._slots, HostMemory)
-            self._gpu.unregister(self._slots)
-            self._registered.remove(self._slots)
+        if self._slots is not slots and isinstance(self._slots, HostMemory) and self._slots in self._pinned:
+            self._pinned.remove(self._slots)
         self._slots, self._mirror = slots, mirror
 
     def drain(self) -> None:
@@ -222,8 +220,8 @@ class StagedRowStream:
     # ---- making and giving back ----
 
     def _make_lanes(self) -> None:
-        self._register(self._table)
-        ring_address = self._register(self._ring.memory)
+        self._pinned.add(self._table)
+        ring_address = self._pinned.add(self._ring.memory)
         num_ctas = CTAS_PER_MULTIPROCESSOR * self._gpu.attribute("MULTIPROCESSOR_COUNT")
         self._streams += [self._gpu.create_stream(0) for _ in range(2 + NUM_KERNEL_STREAMS)]
         lane_bytes = self._ring.lane_bytes + _TABLE_BYTES + self._sum_bytes
@@ -301,11 +299,6 @@ class StagedRowStream:
             self._driver.cuMemFree(address)
         del self._blocks[address]
 
-    def _register(self, memory: HostMemory) -> int:
-        address = self._gpu.register(memory)
-        self._registered.append(memory)
-        return address
-
     def _release(self) -> None:
         """Give back what was made. A context that is broken refuses, and has nothing left to give back."""
         driver = self._driver
@@ -314,12 +307,10 @@ class StagedRowStream:
                 driver.cuEventDestroy(event)
             for stream in self._streams:
                 driver.cuStreamDestroy(stream)
-            for memory in self._registered:
-                driver.cuMemHostUnregister(memory.address)
+        self._pinned.close()
         for address in list(self._blocks):
             self._free(address)
         self._events.clear()
         self._streams.clear()
-        self._registered.clear()
         self._running.clear()
         self._table.close()

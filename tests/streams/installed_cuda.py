@@ -10,14 +10,14 @@ import pytest
 import kvxfer.kernels.moves
 from kvxfer.kernels._compiled import CompiledKernel
 from kvxfer.kernels.moves import CompiledMove
-from kvxfer.streams import cuda_marks, cuda_stream, cuda_track, driver, staged_stream
+from kvxfer.streams import cuda_marks, cuda_track, driver, staged_stream
 from tests.streams.fake_cuda import FakeCuda
 
 
 @contextmanager
 def installed(made: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """Have row streams use `made`, with kernels that it knows."""
-    for module in (driver, cuda_marks, cuda_stream, cuda_track, staged_stream):
+    for module in (driver, cuda_marks, cuda_track, staged_stream):
         monkeypatch.setattr(module, "cuda", lambda: made)
     parameters = {"stage": 11, "check": 5, "move": 7}
     compiled = CompiledMove(
