@@ -25,8 +25,8 @@ _LANES_BYTES = 16 << 20
 def make_ring(layout: PoolLayout, slot_bytes: int, num_slots: int, *, checks_segments: bool = False) -> Ring:
     """A ring for a pool that lies so. A lane has room for the rows of a whole slot, if all lanes together stay small;
     a segment with more rows takes several orders. Rows that are pulled have an offset on both sides, hence the factor
-    of 2. With `checks_segments` the stream's owner has memory to check one of
-    a slot's bytes, where slots begin at multiples of a block of sums. Raises `OSError` where memory is short."""
+    of 2. With `checks_segments` the stream's owner has memory to check a segment as large as a slot, where slots begin
+    at multiples of a block of sums. Raises `OSError` where memory is short."""
     num_lanes = max(MIN_LANES, min(num_slots, MAX_LANES))
     row_bytes = [group.row_bytes for group in layout.groups if group.placement is not Placement.STATE]
     max_rows = slot_bytes // min(row_bytes, default=slot_bytes)

@@ -271,9 +271,9 @@ class Sidecar:
                 envelopes = split(frame)
             except ProtocolError as error:
                 self._say_dropped(sender, error)
-                continue
-            finally:
                 num_messages += 1
+                continue
+            num_messages += len(envelopes)
             for envelope in envelopes:
                 if channel.is_closed:  # by what came before
                     return
@@ -282,7 +282,6 @@ class Sidecar:
                     handle(sender, message, request_id)
                 except KvxferError as error:
                     self._say_dropped(sender, error)
-            num_messages += len(envelopes) - 1
         self._has_backlog = True
 
     def _say_dropped(self, sender: bytes, error: KvxferError) -> None:

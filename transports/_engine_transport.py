@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import pathlib
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from kvxfer.errors import PeerLostError, ProtocolError, RegistrationError
@@ -58,7 +59,7 @@ class EngineObject(PostingEngine, Protocol):
         ...
 
 
-class EngineTransport:
+class EngineTransport(ABC):
     """`Transport` over an `EngineObject`. Owns the object, its posting thread and an eventfd; `close()` frees them.
 
     A rotation changes `metadata()`: peers that write into this side's regions need it anew.
@@ -80,8 +81,9 @@ class EngineTransport:
         self._thread = EngineThread(f"{self.name}-post", self._completions, self.counters)
         self._thread.start(self._engine)
 
+    @abstractmethod
     def _new_engine(self) -> EngineObject:
-        raise NotImplementedError
+        """Start an engine object. Raises `EngineMissingError`, `TransportError`."""
 
     def register(self, region: Region) -> RegionDescriptor:
         check_new_region(region, self._regions.values(), self.limits)
