@@ -78,7 +78,7 @@ class CudaRowStream:
     ) -> None:
         """Takes seconds where the kernels are not in Triton's cache. `max_ctas`: programs that move the rows of an
         entry, `GATHER_CTAS`, `SCATTER_CTAS` or `PULL_CTAS` by the way that rows go. Those copy a segment that is
-        checked, and `staged_ctas` programs move its rows. Once a peer's pool of a GPU is there to be pulled from,
+        checked, and `staged_ctas` programs move its rows. While a peer's pool of a GPU is there to be pulled from,
         `pull_ctas` move the rows of every entry. `priority` of the streams, as CUDA counts: 0 is that of most,
         lower ones go first.
 
@@ -92,6 +92,7 @@ class CudaRowStream:
         check_abilities(self._gpu)
         self._ring = ring
         self._pull_ctas = pull_ctas
+        self._gpu_peers: set[int] = set()  # memories of GPUs that rows are pulled from
         self._num_enqueued = 0
         self._is_closed = False
         self._pinned = PinnedMemories(self._gpu)
@@ -129,10 +130,14 @@ class CudaRowStream:
         address = memory.address if isinstance(memory, DevicePool) else self._pinned.add(memory)
         self._tables()[:, index] = address, memory.num_bytes
         if index > MemoryIndex.SLOTS and isinstance(memory, DevicePool):
-            # Which order an entry gets is open when it is launched. As few programs as fill the bus have too few bytes
-            # on their way to fill a link between GPUs, or a GPU's memory; more than needed scatter as well.
-            for track in self._tracks:
-                track.set_ctas(self._pull_ctas)
+            self._gpu_peers.add(index)
+            self._set_ctas()
+
+    def _set_ctas(self) -> None:
+        """Which order an entry gets is open when it is launched. As few programs as fill the bus have too few bytes on
+        their way to fill a link between GPUs, or a GPU's memory; while there are peers, more than needed scatter."""
+        for track in self._tracks:
+            track.expect_pulls(self._pull_ctas if self._gpu_peers else None)
 
     def _tables(self) -> Int64Array:
         """`[num_streams, MAX_MEMORIES, 2]` int64: address and bytes of each memory as each stream sees it."""
@@ -147,6 +152,8 @@ class CudaRowStream:
     def clear_memory(self, index: int) -> None:
         """`RowStream.clear_memory`."""
         self._tables()[:, index] = 0
+        self._gpu_peers.discard(index)
+        self._set_ctas()
 
     def close(self) -> None:
         """`RowStream.close`. Raises `ContractError` instead of waiting for ever for an entry that has no order."""

@@ -152,7 +152,8 @@ class Track:
             raise
         self._stage = Launch(stage, 1, self._stream)
         self._check = Launch(check_segment, max_ctas, self._stream) if staging_bytes else None
-        self._move = Launch(move, staged_ctas if staging_bytes else max_ctas, self._stream)
+        self._num_ctas = staged_ctas if staging_bytes else max_ctas
+        self._move = Launch(move, self._num_ctas, self._stream)
         self._stage.values[_MEMORIES], self._stage.values[_NUM_MEMORIES] = memories
         self._stage.values[_SCRATCH] = self._move.values[_MOVE_SCRATCH] = self._scratch
         self._move.values[_MOVE_NUM_MEMORIES] = memories[1]
@@ -184,9 +185,9 @@ class Track:
         writing = driver.cuStreamWriteValue64(stream, done_address, done_value(number), WRITE_DEFAULT)
         check("cuStreamWriteValue64", writing)
 
-    def set_ctas(self, num_ctas: int) -> None:
-        """Rows of entries that are enqueued later are moved by so many programs."""
-        self._move.set_ctas(num_ctas)
+    def expect_pulls(self, num_ctas: int | None) -> None:
+        """Rows of entries that are enqueued later are moved by so many programs; None: by as many as at first."""
+        self._move.set_ctas(self._num_ctas if num_ctas is None else num_ctas)
 
     def launch(self, number: int) -> None:
         """Carry out the order that entry `number` has. The context is current. Raises `TransportError`."""

@@ -255,17 +255,21 @@ def test_pools_that_cannot_be(address: int, num_bytes: int, device_index: int) -
         DevicePool(address, num_bytes, device_index)
 
 
-def test_pools_of_peers_are_pulled_from_by_many_programs(owner: Owner, cuda: FakeCuda) -> None:
+def test_many_programs_pull_as_long_as_there_are_peers(owner: Owner, cuda: FakeCuda) -> None:
     owner.enqueue(1)
     owner.run(0)
     owner.wait_done(0)
     assert cuda.num_ctas[b"move"] == cuda_stream.SCATTER_CTAS
     with HostMemory.create(NUM_BYTES, "peer") as peer:
         owner.stream.set_memory(2, DevicePool(peer.address, NUM_BYTES, 0))
-        owner.enqueue(1)
-        owner.run(1)
-        owner.wait_done(1)
-        assert cuda.num_ctas[b"move"] == cuda_stream.PULL_CTAS
+        owner.stream.set_memory(3, DevicePool(peer.address, NUM_BYTES, 0))
+        expected = {1: cuda_stream.PULL_CTAS, 2: cuda_stream.PULL_CTAS, 3: cuda_stream.SCATTER_CTAS}
+        for number, num_ctas in expected.items():
+            owner.enqueue(1)
+            owner.run(number)
+            owner.wait_done(number)
+            assert cuda.num_ctas[b"move"] == num_ctas, number
+            owner.stream.clear_memory(number + 1)
         owner.stream.close()
 
 
