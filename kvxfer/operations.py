@@ -123,9 +123,13 @@ class RowExecutor(Protocol):
         """Put the segment that lies in `slot` into its rows, after `look`, called in a thread, has raised nothing."""
         ...
 
+    def prepare_pull(self, source: SegmentSource, src: PeerRows) -> None:
+        """A `pull` of `source` from there will follow, or nothing: do now what it would take time for. Reads no row."""
+        ...
+
     def pull(self, move: Move, src: PeerRows, look: Callable[[], object]) -> None:
-        """Copy a whole chunk, whatever segment `move` names, out of a peer's pool into its rows, then call `look` in a
-        thread: what that raises makes the rows worthless."""
+        """Copy a whole chunk, whatever segment `move` names, out of a peer's pool into its rows, then call `look`, in
+        any thread, which takes no time: what that raises makes the rows worthless."""
         ...
 
     def look(self) -> list[Moved]:

@@ -148,6 +148,9 @@ class HostExecutor:
         work = partial(_scatter, self._pool, move.source, move.segment, self._slot_view(slot), look)
         self._mover.submit(move.operation, move.segment, move.cancel, work)
 
+    def prepare_pull(self, source: SegmentSource, src: PeerRows) -> None:
+        """Threads need no orders."""
+
     def pull(self, move: Move, src: PeerRows, look: Callable[[], object]) -> None:
         """`RowExecutor.pull`, in as many parts as the chunk has segments."""
         src_pool, num_parts = self.peers[src.index], move.source.plan.num_segments

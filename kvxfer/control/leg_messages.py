@@ -99,7 +99,8 @@ class Chunk(LegMessage, frozen=True, kw_only=True):
 
 
 class PullChunk(LegMessage, frozen=True, kw_only=True):
-    """Prefill to decode, in place of `Chunk`: pull the rows of this chunk out of the pool that you have mapped.
+    """Prefill to decode, in place of `Chunk`: the rows of this chunk are for you to pull out of the pool that you have
+    mapped. No row may be read before `PullReady` has named the chunk: until then you can only prepare.
 
     `pages` hold the source's rows of `ranges`, group by group. The rows count only if lease word `lease_word` still
     holds `lease_value` after they were copied.
@@ -113,6 +114,12 @@ class PullChunk(LegMessage, frozen=True, kw_only=True):
     pages: Annotated[tuple[PageBytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     lease_word: Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
     lease_value: Counter
+
+
+class PullReady(LegMessage, frozen=True, kw_only=True):
+    """Prefill to decode, after the `PullChunk` of that chunk, maybe at once: its rows are written, pull them."""
+
+    chunk: Index
 
 
 class Want(LegMessage, frozen=True, kw_only=True):

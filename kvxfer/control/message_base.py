@@ -8,7 +8,7 @@ import msgspec
 
 from kvxfer.layout import MAX_GROUPS, TokenRange
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_AUX_BYTES = 64 << 10
 MAX_SOURCES = 1024
 MAX_PAGES = 1 << 21

@@ -24,6 +24,7 @@ from kvxfer.control.leg_messages import (
     LegStatus,
     PullChunk,
     Pulled,
+    PullReady,
     Query,
     Quiesced,
     QuiescedAck,
@@ -91,6 +92,7 @@ __all__ = [
     "Ping",
     "PrefillToDecode",
     "PullChunk",
+    "PullReady",
     "Pulled",
     "Query",
     "Quiesced",
@@ -346,6 +348,7 @@ PrefillToDecode = (
     | Goodbye
     | Chunk
     | PullChunk
+    | PullReady
     | Want
     | Segment
     | Finished

@@ -28,6 +28,15 @@ class Scatter:
         return self.notice.segment
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparePull:
+    """A `Pull` of these rows will follow when they are written, or nothing: work out now how it is done."""
+
+    peer: str
+    source: SegmentSource
+    src_addresses: tuple[BlockAddresses, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Pull:
     """Copy a chunk's rows straight out of the mapped pool of `peer` into the worker's pages, then look at the lease
@@ -63,4 +72,4 @@ class Notify:
     event: TransferEvent
 
 
-Action = Scatter | Pull | PairWith | SendToPeer | Notify
+Action = Scatter | PreparePull | Pull | PairWith | SendToPeer | Notify

@@ -15,7 +15,7 @@ from kvxfer.control.messages import (
     WorkerReply,
 )
 from kvxfer.control.peer_channel import load_credentials
-from kvxfer.decode.actions import Notify, PairWith, Pull, Scatter, SendToPeer
+from kvxfer.decode.actions import Notify, PairWith, PreparePull, Pull, Scatter, SendToPeer
 from kvxfer.decode.core import SHUTDOWN_DETAIL, DecodeCore
 from kvxfer.decode.links import SourceLinks
 from kvxfer.errors import IntegrityError, RefusedError, TransportError
@@ -184,11 +184,13 @@ class DecodeAgent:
                         self._links.pair(action.source, now)
                     case Scatter():
                         self._scatter(action)
+                    case PreparePull():
+                        self._prepare_pull(action)
                     case Pull():
                         self._pull(action, now)
         if self._sidecar.pool is not None and self._sidecar.rows.has_timeline:
             # A stream of the worker prepares for what has been announced, and drops what it has prepared for in vain.
-            self._sidecar.rows.expect(self._core.num_scatters_to_come, 0)
+            self._sidecar.rows.expect(self._core.num_moves_to_come, 0)
 
     def _scatter(self, scatter: Scatter) -> None:
         notice, rows = scatter.notice, self._sidecar.rows
@@ -216,6 +218,12 @@ class DecodeAgent:
                 "gathers (placement worker) where verify is full, else none"
             )
         check_segment(scatter.notice, self._sidecar.slots.view(scatter.slot))
+
+    def _prepare_pull(self, prepare: PreparePull) -> None:
+        pool = self._links.source_pool(prepare.peer)
+        if pool is not None:
+            src = PeerRows(pool.index, pool.num_bytes, prepare.src_addresses)
+            self._sidecar.rows.prepare_pull(prepare.source, src)
 
     def _pull(self, pull: Pull, now: float) -> None:
         pool = self._links.source_pool(pull.peer)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvxfer.addresses import BlockAddresses, PageTable, check_pages, resolve
+from kvxfer.addresses import PageTable, check_pages, resolve
 from kvxfer.control.messages import Chunk, PullChunk, Segment
 from kvxfer.control.pages import decode_pages
-from kvxfer.decode.receive import NO_PAGES, Receive, ReceivedChunk, ReceiveLeg
+from kvxfer.decode.receive import NO_PAGES, Receive, ReceivedChunk, ReceiveLeg, RowsToPull
 from kvxfer.errors import LayoutError
 from kvxfer.layout import PoolLayout
 from kvxfer.operations import SegmentSource
@@ -34,8 +34,8 @@ def plan_received(layout: PoolLayout, receive: Receive, leg: ReceiveLeg, message
     return ReceivedChunk(SegmentSource(plan, addresses), bytearray(plan.num_segments), plan.num_segments)
 
 
-def source_addresses(leg: ReceiveLeg, message: PullChunk, chunk: ReceivedChunk) -> tuple[BlockAddresses, ...]:
-    """Where the rows of a chunk lie in the source's pool. Raises `LayoutError` for pages outside it."""
+def rows_to_pull(leg: ReceiveLeg, message: PullChunk, chunk: ReceivedChunk) -> RowsToPull:
+    """Where the rows of a chunk lie in the source's pool, mapped here. Raises `LayoutError` for pages outside it."""
     assert leg.info is not None
     route, layout = leg.info.route, leg.info.layout
     if layout is None:
@@ -47,7 +47,8 @@ def source_addresses(leg: ReceiveLeg, message: PullChunk, chunk: ReceivedChunk) 
         pages = decode_pages(data)
         check_pages(layout.groups[group.src_idx], layout.shard, token_range, pages)
         tables.append(PageTable(token_range, pages))
-    return resolve(chunk.source.plan, route, "src", layout, tuple(tables))
+    addresses = resolve(chunk.source.plan, route, "src", layout, tuple(tables))
+    return RowsToPull(addresses, (message.lease_word, message.lease_value))
 
 
 def segment_problem(chunk: ReceivedChunk | None, message: Segment) -> str | None:

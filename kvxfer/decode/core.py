@@ -17,14 +17,15 @@ from kvxfer.control.messages import (
     Open,
     PrefillToDecode,
     PullChunk,
+    PullReady,
     Quiesced,
     QuiescedAck,
     RejectTicket,
     Segment,
     Want,
 )
-from kvxfer.decode.actions import Action, PairWith, Scatter, SendToPeer
-from kvxfer.decode.chunks import plan_received, segment_problem, source_addresses
+from kvxfer.decode.actions import Action, PairWith, SendToPeer
+from kvxfer.decode.chunks import plan_received, rows_to_pull, segment_problem
 from kvxfer.decode.lifecycle import MAX_DETAIL, Lifecycle
 from kvxfer.decode.moves import Moves
 from kvxfer.decode.receive import Receive, ReceiveLeg, SourceInfo, accept_open, check_free
@@ -73,10 +74,9 @@ class DecodeCore:
         )
 
     @property
-    def num_scatters_to_come(self) -> int:
-        """Scatters that were not taken as actions yet, or will follow if nothing ends early, as far as announced."""
-        num_emitted = sum(isinstance(action, Scatter) for action in self._outbox)
-        return num_emitted + sum(receive.num_scatters_to_come for receive in self.receives.values())
+    def num_moves_to_come(self) -> int:
+        """Scatters and pulls that will be emitted if nothing ends early, as far as announced."""
+        return self._life.num_moves_to_come
 
     def take_actions(self) -> list[Action]:
         """What to do now, in order."""
@@ -193,7 +193,9 @@ class DecodeCore:
     def receive(self, incarnation: str, message: PrefillToDecode, now: float) -> None:
         """A message about a leg, from a paired prefill agent."""
         match message:
-            case Chunk() | PullChunk() | Want() | Segment() | Finished() | LegFailed() | Quiesced() | LegStatus():
+            case Segment() | Want() | Chunk() | PullChunk() | PullReady():
+                leg = self._leg(incarnation, message.transfer, message.generation)
+            case Finished() | LegFailed() | Quiesced() | LegStatus():
                 leg = self._leg(incarnation, message.transfer, message.generation)
             case _:
                 self.refused["unexpected"] += 1
@@ -217,6 +219,8 @@ class DecodeCore:
         match message:
             case Chunk() | PullChunk():
                 self._chunk(receive, leg, message, now)
+            case PullReady():
+                self._moves.pull(receive, leg, message.chunk)
             case Want():
                 if receive.is_open:
                     self._life.lender.want(leg, message.num_leased)
@@ -253,14 +257,14 @@ class DecodeCore:
             self._life.advance(receive, now)
 
     def _chunk(self, receive: Receive, leg: ReceiveLeg, message: Chunk | PullChunk, now: float) -> None:
-        """Plan the chunk as the source did; whatever differs ends the transfer. One to be pulled is pulled at once."""
+        """Plan the chunk as the source did; whatever differs ends the transfer."""
         if not receive.is_open or message.chunk in leg.chunks:
             return
         assert self.layout is not None
         began_s = self._life.clock()
         try:
             chunk = plan_received(self.layout, receive, leg, message)
-            src_addresses = source_addresses(leg, message, chunk) if isinstance(message, PullChunk) else ()
+            to_pull = rows_to_pull(leg, message, chunk) if isinstance(message, PullChunk) else None
         except LayoutError as error:
             self._life.fail(receive, Reason.MISMATCH, str(error), now)
             return
@@ -271,10 +275,10 @@ class DecodeCore:
         leg.num_rows += chunk.source.plan.num_rows
         leg.num_bytes += chunk.source.plan.num_bytes
         leg.num_segments += chunk.source.plan.num_segments
-        if isinstance(message, Chunk):
-            leg.num_to_scatter += chunk.num_missing
+        if to_pull is None:
+            self._life.expect_moves(leg, chunk.num_missing)
         else:
-            self._moves.pull(receive, leg, message, src_addresses)
+            self._moves.announce_pull(leg, chunk, to_pull)
         self._life.advance(receive, now)
 
     def _segment(self, receive: Receive, leg: ReceiveLeg, message: Segment, now: float) -> None:
@@ -293,7 +297,6 @@ class DecodeCore:
             return
         chunk.has_come[message.segment] = 1
         chunk.num_missing -= 1
-        leg.num_to_scatter -= 1
         self._moves.scatter(receive, leg, chunk, message)
 
     # ---- ends of operations, time ----

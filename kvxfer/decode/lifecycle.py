@@ -34,6 +34,8 @@ class Lifecycle:
         self.receives: dict[str, Receive] = {}
         self.totals = Totals(logging.getLogger("kvxfer.decode"))
         self.clock: Callable[[], float] = time.perf_counter
+        self.num_moves_to_come = 0
+        """Scatters and pulls that were announced and not emitted, of open transfers: the sum over their legs."""
         self._outbox = outbox
 
     def grant(self, receive: Receive, layout: PoolLayout, floor: int, now: float) -> None:
@@ -99,10 +101,16 @@ class Lifecycle:
         receive.reason, receive.detail = reason, detail[:MAX_DETAIL]
         receive.cancel.is_set = True
         for leg in receive.legs:
+            self.expect_moves(leg, -leg.num_moves_to_come)
             self.lender.drop_wants(leg)
             if not leg.is_closed:
                 self.abort(receive, leg, now)
         self.settle(receive, now)
+
+    def expect_moves(self, leg: ReceiveLeg, num_more: int) -> None:
+        """So many more moves will follow for `leg` if nothing ends early; fewer where some were emitted."""
+        leg.num_moves_to_come += num_more
+        self.num_moves_to_come += num_more
 
     def settle(self, receive: Receive, now: float) -> None:
         """Give the terminal event of a failed transfer when its pages are quiet; forget it when its legs are closed."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvxfer.addresses import BlockAddresses
-from kvxfer.control.messages import PullChunk, Segment
-from kvxfer.decode.actions import Action, Pull, Scatter
+from kvxfer.control.messages import Segment
+from kvxfer.decode.actions import Action, PreparePull, Pull, Scatter
 from kvxfer.decode.lifecycle import Lifecycle
-from kvxfer.decode.receive import Receive, ReceivedChunk, ReceiveLeg
+from kvxfer.decode.receive import Receive, ReceivedChunk, ReceiveLeg, RowsToPull
 from kvxfer.transfer import Reason
 
 
@@ -37,23 +36,30 @@ class Moves:
 
     def scatter(self, receive: Receive, leg: ReceiveLeg, chunk: ReceivedChunk, notice: Segment) -> None:
         """Put a landed segment into pages."""
+        self._life.expect_moves(leg, -1)
         self._life.lender.begin_scatter(leg, notice.slot)
         operation = self._begin(_Move(receive, leg, notice.chunk, notice.slot))
         self._outbox.append(Scatter(operation, notice, chunk.source, receive.cancel))
 
-    def pull(
-        self, receive: Receive, leg: ReceiveLeg, message: PullChunk, src_addresses: tuple[BlockAddresses, ...]
-    ) -> None:
-        """Copy a whole announced chunk into pages."""
-        chunk = leg.chunks[message.chunk]
+    def announce_pull(self, leg: ReceiveLeg, chunk: ReceivedChunk, rows: RowsToPull) -> None:
+        """A whole chunk is to be copied into pages as soon as the source says that it is written."""
         num_segments = chunk.source.plan.num_segments
         chunk.has_come = bytearray(b"\1" * num_segments)  # a notice about one of them is false
-        chunk.is_pulled = True
         if num_segments:
-            lease = (message.lease_word, message.lease_value)
-            operation = self._begin(_Move(receive, leg, message.chunk, None))
-            peer = leg.source.incarnation
-            self._outbox.append(Pull(operation, peer, chunk.source, src_addresses, lease, receive.cancel))
+            chunk.to_pull = rows
+            self._life.expect_moves(leg, 1)
+            self._outbox.append(PreparePull(leg.source.incarnation, chunk.source, rows.addresses))
+
+    def pull(self, receive: Receive, leg: ReceiveLeg, chunk_idx: int) -> None:
+        """An announced chunk is written: copy it into pages. Said again, or of another chunk, it changes nothing."""
+        chunk = leg.chunks.get(chunk_idx)
+        if chunk is None or chunk.to_pull is None or not receive.is_open:
+            return
+        rows, chunk.to_pull, chunk.is_pulled = chunk.to_pull, None, True
+        self._life.expect_moves(leg, -1)
+        operation = self._begin(_Move(receive, leg, chunk_idx, None))
+        peer = leg.source.incarnation
+        self._outbox.append(Pull(operation, peer, chunk.source, rows.addresses, rows.lease, receive.cancel))
 
     def ended(self, operation: int, now: float, busy_s: float, error: str | None, *, is_corrupt: bool) -> None:
         """A move has ended, was skipped because its flag was set, or failed with `error`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvxfer.addresses import PageTable, check_pages
+from kvxfer.addresses import BlockAddresses, PageTable, check_pages
 from kvxfer.control.messages import Finished, GroupPages, Open, Source, TransferStats
 from kvxfer.control.pages import decode_pages
 from kvxfer.coverage import Coverage
@@ -32,6 +32,14 @@ class SourceInfo:
     pull_trouble: str = ""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowsToPull:
+    """Where rows lie in the source's pool, and the lease (word, value) under which they may be read."""
+
+    addresses: tuple[BlockAddresses, ...]
+    lease: tuple[int, int]
+
+
 @dataclass(slots=True)
 class ReceivedChunk:
     """A chunk that a leg announced. `has_come[i]` is 1 once segment `i` was taken over from its landing slot."""
@@ -39,6 +47,7 @@ class ReceivedChunk:
     source: SegmentSource
     has_come: bytearray
     num_missing: int  # segments that have not come, or whose pull has not ended
+    to_pull: RowsToPull | None = None  # until they are written, and the pull begins
     is_pulled: bool = False  # out of the source's pool, which waits for `Pulled`
 
     def holds(self, segment: int) -> bool:
@@ -70,7 +79,7 @@ class ReceiveLeg:
     num_rows: int = 0
     num_bytes: int = 0
     num_segments: int = 0
-    num_to_scatter: int = 0  # announced segments that have not come, but for those that are pulled
+    num_moves_to_come: int = 0  # scatters of announced segments and pulls of announced chunks, while it is open
     finished: Finished | None = None
     asked_at: float = 0.0  # when it was last heard, queried or told to stop
 
@@ -115,13 +124,6 @@ class Receive:
     def has_come(self) -> bool:
         """Whether every leg has finished and all its segments were taken over."""
         return all(leg.has_come for leg in self.legs)
-
-    @property
-    def num_scatters_to_come(self) -> int:
-        """Announced segments that have not come and may still be put into pages."""
-        if not self.is_open:
-            return 0
-        return sum(leg.num_to_scatter for leg in self.legs)
 
     @property
     def has_ended(self) -> bool:

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvxfer.control.messages import Finished, Grant, LegStatus, PathFigures, PullChunk, Segment
+from kvxfer.control.messages import Finished, Grant, LegStatus, PathFigures, PullReady, Segment
 from kvxfer.operations import CancelFlag, SegmentSource
 from kvxfer.routes import Route
 from kvxfer.transfer import LEG_MOVES, LegState
@@ -70,10 +70,10 @@ class ChunkWork:
 @dataclass(frozen=True, slots=True)
 class UnreadyChunk:
     """A planned chunk whose rows may not be read before the worker's timeline has reached `ready`: segments to be sent,
-    or what lets the peer pull them."""
+    or the word that lets the peer, which knows where they lie, pull them."""
 
     ready: int
-    what: ChunkWork | PullChunk
+    what: ChunkWork | PullReady
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from kvxfer.addresses import PageTable, count_runs, resolve
-from kvxfer.control.messages import Chunk, PullChunk
+from kvxfer.control.messages import Chunk, PullChunk, PullReady
 from kvxfer.errors import LayoutError
 from kvxfer.operations import SegmentSource
 from kvxfer.prefill.actions import Gather
@@ -63,9 +63,10 @@ def plan_for_leg(life: Lifecycle, transfer: Transfer, leg: Leg, chunk: Submitted
     )
     if plan.num_segments and leg.mode is Mode.AUTO:
         _choose(life, leg, num_runs, plan.num_bytes)
-    what: ChunkWork | PullChunk
+    what: ChunkWork | PullReady
     if plan.num_segments and leg.mode is Mode.P2P:
-        what = _to_pull(leg, announcement, tables)
+        life.send(leg, _to_pull(leg, announcement, tables))
+        what = PullReady(transfer=leg.transfer, generation=grant.generation, chunk=chunk.chunk)
     else:
         life.send(leg, announcement)
         what = ChunkWork(chunk.chunk, SegmentSource(plan, addresses))
@@ -76,9 +77,9 @@ def plan_for_leg(life: Lifecycle, transfer: Transfer, leg: Leg, chunk: Submitted
         _release(life, leg, what)
 
 
-def _release(life: Lifecycle, leg: Leg, what: ChunkWork | PullChunk) -> None:
+def _release(life: Lifecycle, leg: Leg, what: ChunkWork | PullReady) -> None:
     """The rows of a planned chunk may be read."""
-    if isinstance(what, PullChunk):
+    if isinstance(what, PullReady):
         leg.pulling.add(what.chunk)
         life.send(leg, what)
     else:

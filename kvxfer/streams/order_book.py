@@ -19,6 +19,7 @@ class OrderBook:
         self._ring = ring
         self._gathers: WeakKeyDictionary[SegmentSource, ChunkOrders] = WeakKeyDictionary()
         self._scatters: WeakKeyDictionary[SegmentSource, ChunkOrders] = WeakKeyDictionary()
+        self._pulls: WeakKeyDictionary[SegmentSource, list[Order]] = WeakKeyDictionary()
 
     def gathers(self, source: SegmentSource) -> ChunkOrders:
         """From the pool into slots."""
@@ -37,9 +38,14 @@ class OrderBook:
         return orders
 
     def pulls(self, source: SegmentSource, src: PeerRows) -> list[Order]:
-        """From a peer's pool into the pool, the whole chunk, which happens once. Raises `LayoutError`."""
-        peer = PoolSide(src.index, src.num_bytes, src.addresses)
-        return pull_orders(source.plan, peer, self._pool(source), self._ring.max_offsets)
+        """From a peer's pool, the one that stands for `src.index` as long as `source` lives, into the pool, the whole
+        chunk. Raises `LayoutError`."""
+        orders = self._pulls.get(source)
+        if orders is None:
+            peer = PoolSide(src.index, src.num_bytes, src.addresses)
+            orders = pull_orders(source.plan, peer, self._pool(source), self._ring.max_offsets)
+            self._pulls[source] = orders
+        return orders
 
     def _pool(self, source: SegmentSource) -> PoolSide:
         return PoolSide(MemoryIndex.POOL, self._pool_bytes, source.addresses)

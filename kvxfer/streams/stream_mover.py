@@ -7,6 +7,7 @@ be needed are skipped at once, so that its stream is not left waiting.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from kvxfer.errors import LayoutError
-from kvxfer.operations import Move, Moved, MoveReports, PeerRows, failed
+from kvxfer.operations import Move, Moved, MoveReports, PeerRows, SegmentSource, failed
 from kvxfer.row_sums import BLOCK_BYTES
 from kvxfer.streams.chunk_orders import ChunkOrders
 from kvxfer.streams.order_book import OrderBook
@@ -103,6 +104,11 @@ class StreamMover:
         summed = SumOrder(SumKind.CHECKED, first_byte, row_sum.num_bytes, row_sum.expected)
         self._submit(move, orders, 0, summed)
 
+    def prepare_pull(self, source: SegmentSource, src: PeerRows) -> None:
+        """`RowExecutor.prepare_pull`. What is wrong with it is for the pull to say."""
+        with contextlib.suppress(LayoutError):
+            self._orders.pulls(source, src)
+
     def pull(self, move: Move, src: PeerRows, look: Look) -> None:
         """`RowExecutor.pull`."""
         try:
@@ -110,7 +116,7 @@ class StreamMover:
         except LayoutError as error:
             self._mover.report(failed(move.operation, move.segment, error))
             return
-        self._add(Operation(move, deque(orders), look, NO_SUM, peer=src.index))
+        self._add(Operation(move, deque(orders), None, NO_SUM, peer=src.index, look_at_end=look))
 
     def uses_peer(self, index: int) -> bool:
         """Whether an order that was given, or is to be given, names the memory of that index."""
@@ -322,7 +328,7 @@ class StreamMover:
         self._mover.call(operation.look_after).add_done_callback(partial(self._looked, operation.move, busy_s))
 
     def _looked(self, move: Move, busy_s: float, future: Future[object]) -> None:
-        """The rows of a gather or a pull were looked at."""
+        """The rows of a gather were looked at."""
         if future.cancelled():
             return  # the agent's threads are being closed
         problem = future.exception()

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvxfer.errors import IntegrityError
+from kvxfer.errors import IntegrityError, KvxferError
 from kvxfer.operations import Move, Moved, failed
 from kvxfer.row_sums import MODULUS
 from kvxfer.streams.ring import Ring, SumKind, SumOrder
@@ -27,6 +27,7 @@ class Operation:
     began_s: float = 0.0
     is_cancelled: bool = False
     peer: int | None = None  # the index of the memory that it pulls from
+    look_at_end: Look | None = None  # what it raises when all entries are done makes their rows worthless
     total: int = 0  # of what its entries have moved
     wrong_total: int | None = None  # what one of them has found in a segment that was to be checked
 
@@ -42,6 +43,11 @@ class Operation:
     def done(self, busy_s: float) -> Moved:
         """Its end when all its entries are done, by the sum where one was asked for."""
         move, result = self.move, None
+        if self.look_at_end is not None:
+            try:
+                self.look_at_end()
+            except KvxferError as problem:
+                return failed(move.operation, move.segment, problem)
         if move.row_sum is not None:
             total = self.total
             if self.summed.kind is SumKind.CHECKED:

@@ -155,6 +155,7 @@ EXAMPLES: dict[str, m.Message] = {
         lease_word=17,
         lease_value=5,
     ),
+    "pull_ready": m.PullReady(transfer=TRANSFER, generation=9, chunk=1),
     "want": m.Want(transfer=TRANSFER, generation=9, num_leased=4),
     "segment": m.Segment(
         transfer=TRANSFER,

@@ -11,32 +11,14 @@ def test_announced_segments_are_foreseen_until_they_come() -> None:
     driver = DecodeDriver()
     source = driver.pair()
     transfer = driver.open((source,), 5 * SEGMENT_ROWS)
-    assert driver.core.num_scatters_to_come == 0
+    assert driver.core.num_moves_to_come == 0
     driver.chunk(source, transfer, 0, 3 * SEGMENT_ROWS)
     driver.chunk(source, transfer, 3 * SEGMENT_ROWS, 5 * SEGMENT_ROWS, chunk=1)
-    assert driver.core.num_scatters_to_come == 5
+    assert driver.core.num_moves_to_come == 5
     driver.segment(source, transfer, 0, driver.credits(source, transfer)[0])
-    assert driver.core.num_scatters_to_come == 4
+    assert driver.core.num_moves_to_come == 4
     driver.end_scatters()
-    assert driver.core.num_scatters_to_come == 4
-
-
-def test_a_scatter_counts_until_it_was_taken() -> None:
-    driver = DecodeDriver()
-    source = driver.pair()
-    transfer = driver.open((source,), 2 * SEGMENT_ROWS)
-    driver.chunk(source, transfer, 0, 2 * SEGMENT_ROWS)
-    seen = []
-    take = driver.core.take_actions
-
-    def looking_first() -> object:
-        seen.append(driver.core.num_scatters_to_come)
-        return take()
-
-    driver.core.take_actions = looking_first  # type: ignore[method-assign, assignment]
-    driver.segment(source, transfer, 0, driver.credits(source, transfer)[0])
-    assert seen[0] == 2
-    assert driver.core.num_scatters_to_come == 1
+    assert driver.core.num_moves_to_come == 4
 
 
 def test_an_end_leaves_nothing_to_come() -> None:
@@ -46,15 +28,21 @@ def test_an_end_leaves_nothing_to_come() -> None:
     for transfer in transfers:
         driver.chunk(source, transfer, 0, 2 * SEGMENT_ROWS)
     driver.abort(transfers[0])
-    assert driver.core.num_scatters_to_come == 2
+    assert driver.core.num_moves_to_come == 2
     driver.lose_worker()
-    assert driver.core.num_scatters_to_come == 0
+    assert driver.core.num_moves_to_come == 0
 
 
-def test_what_is_pulled_is_no_scatter() -> None:
+def test_a_pull_is_foreseen_from_its_announcement_until_it_is_ready() -> None:
     driver = PullDriver()
     source = driver.map()
-    transfer = driver.open((source,), 2 * SEGMENT_ROWS)
-    driver.tell(source, transfer, 0, 2 * SEGMENT_ROWS)
-    assert driver.pulls
-    assert driver.core.num_scatters_to_come == 0
+    transfer = driver.open((source,), 4 * SEGMENT_ROWS)
+    for chunk in range(2):
+        driver.announce(source, transfer, 2 * chunk * SEGMENT_ROWS, 2 * (chunk + 1) * SEGMENT_ROWS, chunk=chunk)
+    assert not driver.pulls
+    assert driver.core.num_moves_to_come == 2
+    driver.ready(source, transfer, 1)
+    assert len(driver.pulls) == 1
+    assert driver.core.num_moves_to_come == 1
+    driver.abort(transfer)
+    assert driver.core.num_moves_to_come == 0

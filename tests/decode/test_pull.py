@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvxfer.control.ids import new_id
-from kvxfer.control.messages import AbortLeg, Grant, PullChunk, Pulled, Source
+from kvxfer.control.messages import AbortLeg, Grant, PullChunk, Pulled, PullReady, Source
 from kvxfer.control.pages import encode_pages
-from kvxfer.decode.actions import Action, Pull
+from kvxfer.decode.actions import Action, PreparePull, Pull
 from kvxfer.decode.receive import SourceInfo
 from kvxfer.layout import Shard, TokenRange
 from kvxfer.routes import match_layouts
@@ -20,12 +20,13 @@ LANDED = [(EventKind.LANDED, None)]
 
 
 class PullDriver(DecodeDriver):
-    """`pulls` holds those that were emitted and have not ended."""
+    """`pulls` holds those that were emitted and have not ended, `prepared` all that were to be prepared."""
 
     pulls: list[Pull]
+    prepared: list[PreparePull]
 
     def __init__(self, shard: Shard | None = None) -> None:
-        self.pulls = []
+        self.pulls, self.prepared = [], []
         super().__init__(shard=shard)
 
     def map(self, *, is_mapped: bool = True) -> Source:
@@ -39,6 +40,26 @@ class PullDriver(DecodeDriver):
         return source
 
     def tell(
+        self,
+        source: Source,
+        transfer: str,
+        first: int,
+        end: int,
+        *,
+        chunk: int = 0,
+        pages: tuple[bytes, ...] | None = None,
+    ) -> PullChunk:
+        """The source says where tokens `[first, end)` lie, and that they are written."""
+        message = self.announce(source, transfer, first, end, chunk=chunk, pages=pages)
+        self.ready(source, transfer, chunk)
+        return message
+
+    def ready(self, source: Source, transfer: str, chunk: int) -> None:
+        """The source says that a chunk is written."""
+        generation = self.generation(source, transfer)
+        self.receive(source, PullReady(transfer=transfer, generation=generation, chunk=chunk))
+
+    def announce(
         self,
         source: Source,
         transfer: str,
@@ -84,6 +105,8 @@ class PullDriver(DecodeDriver):
     def _sort(self, action: Action) -> None:
         if isinstance(action, Pull):
             self.pulls.append(action)
+        elif isinstance(action, PreparePull):
+            self.prepared.append(action)
         else:
             super()._sort(action)
 
@@ -110,6 +133,39 @@ def test_rows_are_pulled_chunk_by_chunk_and_land_with_finished() -> None:
     assert driver.ends(transfer) == []
     driver.finish(source, transfer, 2, 24)
     assert driver.ends(transfer) == LANDED
+    driver.assert_idle()
+
+
+def test_a_chunk_is_prepared_when_it_is_announced_and_pulled_when_it_is_written() -> None:
+    driver = PullDriver()
+    source = driver.map()
+    transfer = driver.open((source,), 8)
+    driver.ready(source, transfer, 0)  # of a chunk that was not announced: it means nothing
+    driver.told = (driver.announce(source, transfer, 0, 8),)
+    (prepared,) = driver.prepared
+    assert prepared.peer == source.incarnation
+    assert not driver.pulls
+    driver.finish(source, transfer, 1, 8)  # too early: it is not believed
+    assert driver.ends(transfer) == []
+    driver.ready(source, transfer, 0)
+    driver.ready(source, transfer, 0)
+    (pull,) = driver.pulls
+    assert (pull.source, pull.src_addresses) == (prepared.source, prepared.src_addresses)
+    driver.end_pulls()
+    assert driver.ends(transfer) == LANDED
+    driver.assert_idle()
+
+
+def test_nothing_is_pulled_for_a_transfer_that_has_ended_before_its_rows_were_written() -> None:
+    driver = PullDriver()
+    source = driver.map()
+    transfer = driver.open((source,), 8)
+    driver.announce(source, transfer, 0, 8)
+    driver.abort(transfer)
+    assert driver.ends(transfer) == [(EventKind.ABORTED, Reason.ABORTED_BY_WORKER)]
+    driver.ready(source, transfer, 0)
+    assert not driver.pulls
+    driver.quiesced(source, transfer)
     driver.assert_idle()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvxfer.control.messages import Chunk, Finished, PullChunk
+from kvxfer.control.messages import Chunk, Finished, PullChunk, PullReady
 from kvxfer.control.pull_share import LeaseTable
 from kvxfer.errors import LayoutError
 from kvxfer.layout import Shard
@@ -52,12 +52,14 @@ def test_a_peer_that_pulls_is_told_when_the_rows_are_there(leases: LeaseTable) -
     peer, transfer = driver.pair(), driver.ticket()
     driver.let(peer, transfer, 16)
     driver.submit(transfer, 0, 16, ready=1)
-    assert not driver.to(peer, PullChunk)
+    (told,) = driver.to(peer, PullChunk)
+    assert driver.is_leased(told)
+    assert not driver.to(peer, PullReady), "it may prepare, and no more"
+    driver.pulled(peer, transfer)  # what cannot be true changes nothing
     assert not driver.to(peer, Finished)
     assert not driver.events
     driver.reach(1)
-    (told,) = driver.to(peer, PullChunk)
-    assert driver.is_leased(told)
+    assert [message.chunk for message in driver.to(peer, PullReady)] == [0]
     driver.pulled(peer, transfer)
     assert driver.kinds(transfer) == [EventKind.SOURCE_FREE, EventKind.SENT]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvxfer.control.messages import AbortLeg, Credits, DecodeToPrefill
-from kvxfer.decode.receive import Receive, ReceiveLeg
+from kvxfer.decode.receive import Receive, ReceivedChunk, ReceiveLeg, RowsToPull
 from kvxfer.prefill.leg import Leg, PeerInfo
 from kvxfer.prefill.peers import LegKey, Peer
 from kvxfer.prefill.transfer import Transfer
@@ -35,6 +35,7 @@ class Bug(enum.Enum):
     REGION_NOT_CHECKED = "region-not-checked"  # credits are used whatever region they mean
     CORRUPTION_IGNORED = "corruption-ignored"
     TIMELINE_IGNORED = "timeline-ignored"
+    PULLED_UNREADY = "pulled-unready"  # what is announced to be pulled is pulled at once
 
 
 def plant_in_prefill(bug: Bug | None, agent: SimPrefill) -> None:
@@ -115,6 +116,15 @@ def plant_in_decode(bug: Bug | None, agent: SimDecode) -> None:
                 ended(operation, now, busy_s, None if is_corrupt else error, is_corrupt=False)
 
             _replace(core._moves, "ended", ended_well)
+        case Bug.PULLED_UNREADY:
+            announce = core._moves.announce_pull
+
+            def announce_and_pull(leg: ReceiveLeg, chunk: ReceivedChunk, rows: RowsToPull) -> None:
+                announce(leg, chunk, rows)
+                chunk_idx = next(idx for idx, known in leg.chunks.items() if known is chunk)
+                core._moves.pull(core.receives[leg.transfer], leg, chunk_idx)
+
+            _replace(core._moves, "announce_pull", announce_and_pull)
 
 
 class _ForgetfulPeer(Peer):

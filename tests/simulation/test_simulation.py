@@ -19,6 +19,7 @@ _KINDS = {
     Bug.REGION_NOT_CHECKED: {"written to an old region"},
     Bug.CORRUPTION_IGNORED: {"corrupt segment", "landed too early"},
     Bug.TIMELINE_IGNORED: {"wrong value", "landed too early"},
+    Bug.PULLED_UNREADY: {"landed too early"},
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvxfer.errors import IntegrityError
+from kvxfer.errors import HandoffError, IntegrityError
 from kvxfer.operations import CancelFlag, PeerRows, RowSum, SegmentSource
 from kvxfer.row_sums import row_sum
 from kvxfer.rows_host import gather_segment
@@ -58,18 +58,40 @@ def test_gathers_and_scatters_are_exact(owner: Owner) -> None:
     assert owner.num_enqueued == 6
 
 
-def test_rows_are_pulled_from_another_memory(owner: Owner) -> None:
-    source, target = chunk_of(10), chunk_of(10, first_page=101)
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_rows_are_pulled_from_another_memory_and_then_their_lease_is_looked_at(owner: Owner, is_prepared: bool) -> None:
+    target = chunk_of(10, first_page=101)
     owner.stream.set_memory(2, owner.slots)
     row_offsets = np.arange(10, dtype=np.int64)[::-1].copy() * ROW_BYTES
     owner.slots.array[:] = np.random.default_rng(1).integers(0, 256, owner.slots.num_bytes)
-    src = PeerRows(2, owner.slots.num_bytes, (BlockAddresses(0, 0, row_offsets, ROW_BYTES),))
-    owner.mover.expect(1, 0)
-    owner.mover.pull(owner.move(1, target), src, lambda: "the lease holds")
-    assert [each.result for each in owner.wait(1)] == ["the lease holds"]
     expected = owner.slots.array[: 10 * ROW_BYTES].reshape(10, ROW_BYTES)[::-1].ravel()
-    np.testing.assert_array_equal(packed(owner, target)[: 10 * ROW_BYTES], expected)
-    assert source.plan.num_rows == 10
+    src = PeerRows(2, owner.slots.num_bytes, (BlockAddresses(0, 0, row_offsets, ROW_BYTES),))
+
+    def look() -> None:
+        np.testing.assert_array_equal(packed(owner, target)[: 10 * ROW_BYTES], expected)
+        raise HandoffError("the lease is void")
+
+    owner.mover.expect(1, 0)
+    if is_prepared:
+        owner.mover.prepare_pull(target, src)
+        owner.mover.expect(1, 0)
+        assert owner.num_enqueued == 1
+        assert packed(owner, target)[: 10 * ROW_BYTES].tolist() != expected.tolist()
+    owner.mover.pull(owner.move(1, target), src, look)
+    (moved,) = owner.wait(1)
+    assert moved.error == "segment 0: HandoffError: the lease is void"
+    owner.mover.pull(owner.move(2, target), src, lambda: "it holds")
+    owner.mover.expect(0, 0)
+    assert [each.error for each in owner.wait(1)] == [None]
+
+
+def test_a_pull_from_outside_the_peers_memory_fails_when_it_is_given(owner: Owner) -> None:
+    target = chunk_of(4)
+    outside = PeerRows(2, 48, (BlockAddresses(0, 0, np.arange(4, dtype=np.int64) * ROW_BYTES, ROW_BYTES),))
+    owner.mover.prepare_pull(target, outside)
+    assert owner.poll() == []
+    owner.mover.pull(owner.move(1, target), outside, lambda: None)
+    assert "row offsets" in str(owner.wait(1)[0].error)
 
 
 def test_a_segment_larger_than_a_lane_takes_several_entries() -> None:
