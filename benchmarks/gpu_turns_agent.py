@@ -29,7 +29,7 @@ _WAIT_S = 120.0
 def take_pool(socket_dir: str, num_slots: int, slots: HostMemory | MappedPool) -> tuple[HandoffListener, ReceivedPool]:
     """Wait for the worker's pool."""
 
-    def share_stream(_layout: PoolLayout) -> tuple[Ring, HostMemory | MappedPool, int]:
+    def share_stream(_layout: PoolLayout, _pid: int) -> tuple[Ring, HostMemory | MappedPool, int]:
         return Ring.create(num_slots, segment_rows(1)), slots, 0
 
     executor = ThreadPoolExecutor(1)

@@ -52,6 +52,11 @@ class PoolSeat:
         self._log = log
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no pool is attached, in use or waiting."""
+        return self.pool is self.waiting is self._lost is None
+
+    @property
     def is_leaving(self) -> bool:
         """Whether a lost pool is still in use."""
         return self._lost is not None

@@ -34,6 +34,10 @@ from kvxfer.worker_desk import WorkerAgent, WorkerDesk
 
 TICK_S = 0.1
 MAX_MESSAGES_PER_TURN = 512
+_NIXL_COST = (
+    "; between processes of one host NIXL 1.5 moves such memory at 0.4 GB/s: let agent and worker share a PID "
+    'namespace (shareProcessNamespace: true), or set slots.kind = "pinned_host"'
+)
 
 
 class Agent(WorkerAgent, Protocol):
@@ -138,8 +142,9 @@ class Sidecar:
             gpu_index=self.slots.region.gpu_index,
         )
 
-    def renew_slots(self) -> None:
-        """Move the slots to other memory, where nothing that somebody still does to the old ones can reach them.
+    def renew_slots(self, *, has_fd: bool = False) -> None:
+        """Move the slots to other memory, where nothing that somebody still does to the old ones can reach them; with
+        `has_fd` to memory with a descriptor, as they keep it from then on.
 
         Raises `TransportError` or `OSError`, and changes nothing, where there is no more memory to be had. An engine
         that does not let go of old host memory keeps addresses where nothing lies any more; old memory of a GPU waits
@@ -147,7 +152,7 @@ class Sidecar:
         """
         if self._left:
             self.rotate()  # never more than one memory beside the slots
-        fresh = SlotMemory(self._slot_config, self.slots.move + 1)
+        fresh = SlotMemory(self._slot_config, self.slots.move + 1, has_fd=has_fd or self.slots.has_fd)
         try:
             region = self.transport.register(fresh.region)
         except BaseException:
@@ -162,7 +167,10 @@ class Sidecar:
         self.desk.tell_of_move()  # first: a stream of the agent's own must not use memory that is given back
         if not old_slots.leave():
             self._left.append(old_slots)
-        self.log.warning("moved %d slots to other memory: late writes may still reach the old", fresh.num_slots)
+        why = "late writes may still reach the old"
+        if has_fd:
+            why = f"a worker has the process id of this agent{_NIXL_COST if self.transport.name == 'nixl' else ''}"
+        self.log.warning("moved slots to other memory, %s: %s", fresh, why)
 
     @property
     def must_rotate(self) -> bool:

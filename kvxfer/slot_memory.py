@@ -10,8 +10,9 @@ from kvxfer.memory import HostMemory
 from kvxfer.ops.config import SlotConfig
 from kvxfer.row_sums import BLOCK_BYTES as SUM_BLOCK_BYTES
 from kvxfer.rows_host import ByteArray
-from kvxfer.streams.driver import find_gpu
-from kvxfer.streams.legacy import LegacyMemory, allocate_legacy
+from kvxfer.streams.device import MappedPool, allocate_pool
+from kvxfer.streams.driver import find_gpu, gpu
+from kvxfer.streams.legacy import allocate_legacy
 from kvxfer.transports.base import MemoryKind, Region
 
 PROBE_BYTES = 1 << 20
@@ -24,23 +25,31 @@ class SlotMemory:
     """An agent's slots in one registered memory, of the host or of a GPU, and a probe area behind them.
 
     `move` counts how often the slots have got other memory.
+
+    On a GPU it is plain memory: UCX reaches no other at the rate of a GPU from other processes. A worker maps it by a
+    legacy handle, unless it has the agent's process id, each as it sees its own: then the memory must have a
+    descriptor.
     """
 
-    def __init__(self, config: SlotConfig, move: int = 0) -> None:
-        """Allocate. Raises `OSError` where the host has no more memory to give, and for slots on a GPU `ConfigError`
-        where there is no such GPU, `EngineMissingError` without CUDA, `TransportError` for what the GPU refuses."""
+    def __init__(self, config: SlotConfig, move: int = 0, *, has_fd: bool = False) -> None:
+        """Allocate; with `has_fd` memory of a GPU that has a descriptor.
+
+        Raises `OSError` where the host has no more memory to give, and for slots on a GPU `ConfigError` where there is
+        no such GPU, `EngineMissingError` without CUDA, `TransportError` for what the GPU refuses.
+        """
         self.move = move
         self.num_slots = config.num_slots
         self.slot_bytes = config.slot_bytes
         self.probe_offset_bytes = config.num_slots * config.slot_bytes
         num_bytes = self.probe_offset_bytes + PROBE_BYTES
-        self.memory: HostMemory | LegacyMemory
+        self.memory: HostMemory | MappedPool
         if config.kind == "device":
-            self.memory = allocate_legacy(num_bytes, _gpu_index(config))
+            self.memory = (allocate_pool if has_fd else allocate_legacy)(num_bytes, _gpu_index(config))
             pool = self.memory.pool
             self.region = Region(
                 pool.address,
                 num_bytes,
+                self.memory.fd if has_fd else None,
                 kind=MemoryKind.DEVICE,
                 device_index=pool.device_index,
                 handle=self.memory.handle,
@@ -87,13 +96,25 @@ class SlotMemory:
             raise ConfigError(f"{got}, on GPU {config.gpu}, expected memory that it has: {error}; {on_host}") from error
 
     def __str__(self) -> str:
-        place = f"on GPU {self.region.device_index}" if self.is_on_gpu else "in host memory"
+        place = "in host memory"
+        if self.is_on_gpu:
+            shared = "by a descriptor" if self.has_fd else "by a legacy handle"
+            place = f"on GPU {self.region.device_index}, which others map {shared}"
         return f"{self.num_slots} of {self.slot_bytes} bytes {place}"
 
     @property
     def is_on_gpu(self) -> bool:
         """Whether the slots lie on a GPU: agents do not see their bytes then."""
-        return isinstance(self.memory, LegacyMemory)
+        return isinstance(self.memory, MappedPool)
+
+    @property
+    def has_fd(self) -> bool:
+        """Whether others map the slots by a descriptor: whatever their process ids are."""
+        return self.region.fd is not None
+
+    def can_be_mapped_by(self, pid: int) -> bool:
+        """Whether a worker that sees itself as process `pid` can map the slots."""
+        return self.region.handle is None or self.has_fd or self.region.handle.pid != pid
 
     def view(self, slot: int) -> ByteArray:
         """`[slot_bytes]` uint8 of one slot in host memory."""
@@ -112,8 +133,8 @@ class SlotMemory:
     def flush(self) -> None:
         """Let streams see what an engine has written, where network adapters write into memory of a GPU. Raises
         `TransportError`."""
-        if isinstance(self.memory, LegacyMemory):
-            self.memory.flush()
+        if self.is_on_gpu:
+            gpu(self.region.device_index).flush_writes()
 
     def leave(self) -> bool:
         """The slots have moved elsewhere: give the memory back, where late writes cannot do harm.

@@ -58,6 +58,11 @@ class WorkerAgent(Protocol):
         """Whether no operation touches the worker's pool."""
         ...
 
+    def share_slots_by_fd(self, now: float) -> None:
+        """Move the slots to memory of their GPU that has a descriptor; where that fails, say so in the log. There is no
+        worker, and nothing uses the slots but writes with an unknown end."""
+        ...
+
     def perform(self, now: float) -> None:
         """Perform every action of the core, and those that follow from them."""
         ...
@@ -248,7 +253,10 @@ class WorkerDesk:
 
     # ---- slots, as a stream of the worker sees them ----
 
-    def _share_stream(self, layout: PoolLayout) -> tuple[Ring, HostMemory | MappedPool, int]:
+    def _share_stream(self, layout: PoolLayout, pid: int) -> tuple[Ring, HostMemory | MappedPool, int]:
+        if not self._slots().can_be_mapped_by(pid) and self.seat.is_empty:
+            self._agent.share_slots_by_fd(time.monotonic())
+        # Otherwise, or where that failed, the worker is told by what maps them, with the remedy.
         slots = self._slots()
         ring = make_ring(layout, slots.slot_bytes, slots.num_slots, checks_segments=self._checks_segments)
         return ring, slots.memory, slots.move

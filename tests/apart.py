@@ -8,9 +8,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000  # linux/sched.h
 _MS_REC, _MS_SLAVE = 1 << 14, 1 << 19  # linux/mount.h
@@ -60,6 +63,27 @@ def write_interpreter(path: Path, beside: Sequence[str] = ()) -> None:
     )
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     path.chmod(0o755)
+
+
+def use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tests start their programs by an interpreter of `write_interpreter`, written to `path`; skip the test where
+    the system has no such namespaces for it."""
+    write_interpreter(path)
+    tried = subprocess.run([path, "-c", ""], capture_output=True, check=False, text=True)
+    if "unshare" in tried.stderr:
+        pytest.skip(f"no PID, IPC and mount namespaces here: {tried.stderr.splitlines()[-1]}")
+    assert tried.returncode == 0, tried.stderr
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+def expect(pids: Sequence[int]) -> None:
+    """Each program, which `run` started in a process of `pids`, is process 1, and no two of them, nor this process,
+    share a namespace."""
+    programs = [child_of(pid) for pid in pids]
+    assert [number_inside(pid) for pid in programs] == [1] * len(programs)
+    named = [namespaces_of(pid) for pid in [os.getpid(), *programs]]
+    for kind in KINDS:
+        assert len({names[kind] for names in named}) == len(named), f"a {kind} namespace is shared: {named}"
 
 
 def child_of(pid: int) -> int:

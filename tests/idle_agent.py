@@ -67,6 +67,9 @@ class IdleAgent:
     def is_pool_quiet(self) -> bool:
         return self.is_quiet
 
+    def share_slots_by_fd(self, _now: float) -> None:
+        self.sidecar.renew_slots(has_fd=True)
+
     def begin_drain(self, *_: object) -> None:
         self.told.append("drain")
 

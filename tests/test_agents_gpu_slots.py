@@ -43,13 +43,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeIpc]:
     with installed(made, monkeypatch):
         for module in (device, legacy, _loopback_gpu):
             monkeypatch.setattr(module, "cuda", lambda: made)
-        legacy._must_flush.cache_clear()
         share = device.share_legacy
         monkeypatch.setattr(legacy, "share_legacy", lambda pool: msgspec.structs.replace(share(pool), pid=1))
         monkeypatch.setattr(shared_memory, "share_legacy", _share)
         monkeypatch.setattr(cuda_marks, "_stream_handle", lambda stream, _device_index: stream or 0)
         yield made
-        legacy._must_flush.cache_clear()
         assert (made.scratch, made.opened, made.registered) == ({}, [], {})
         assert list(made.streams) == [0]
 

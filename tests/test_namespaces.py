@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kvxfer.cli.bench_transfer import CaseRunner, TransferResult
-from kvxfer.cli.harness import Child
 from kvxfer.cli.protocol import RowPlacement
 from kvxfer.cli.transfer_case import TransferCase
 from kvxfer.ops.config import TransferMode, TransportName
@@ -40,22 +36,8 @@ def _case(transport: TransportName, mode: TransferMode, placement: RowPlacement)
 def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the programs of a case are run by."""
     path = tmp_path / "python"
-    apart.write_interpreter(path)
-    tried = subprocess.run([path, "-c", ""], capture_output=True, check=False, text=True)
-    if "unshare" in tried.stderr:
-        pytest.skip(f"no PID, IPC and mount namespaces here: {tried.stderr.splitlines()[-1]}")
-    assert tried.returncode == 0, tried.stderr
-    monkeypatch.setattr(sys, "executable", str(path))
+    apart.use(path, monkeypatch)
     return path
-
-
-def _expect_apart(children: list[Child]) -> None:
-    """Each is process 1, and no two of them, nor this process, share a namespace."""
-    programs = [apart.child_of(child.pid) for child in children]
-    assert [apart.number_inside(pid) for pid in programs] == [1] * len(programs)
-    named = [apart.namespaces_of(pid) for pid in [os.getpid(), *programs]]
-    for kind in apart.KINDS:
-        assert len({names[kind] for names in named}) == len(named)
 
 
 def _expect_exact(result: TransferResult) -> None:
@@ -76,7 +58,7 @@ def test_every_agent_and_worker_apart(
         result = runner.run(_case("nixl", mode, placement))
         children = [*runner._cast._agents, *runner._cast._workers]
         assert len(children) == 6  # with both ends of the yardstick
-        _expect_apart(children)
+        apart.expect([child.pid for child in children])
     _expect_exact(result)
     assert result.path == "tcp"
     assert (result.moves[-1].sent.num_descriptors == 0) == (mode == "p2p")
@@ -88,5 +70,5 @@ def test_workers_apart_and_agents_beside_each_other(placement: RowPlacement, int
     apart.write_interpreter(interpreter, beside=("kvxfer.cli.child", "kvxfer.cli.yardstick"))
     with CaseRunner(1, None) as runner:
         result = runner.run(_case("loopback", "packed", placement))
-        _expect_apart(runner._cast._workers[:2])
+        apart.expect([child.pid for child in runner._cast._workers[:2]])
     _expect_exact(result)

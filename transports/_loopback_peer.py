@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import select
@@ -13,6 +14,18 @@ from kvxfer.errors import HandoffError, PeerLostError, ProtocolError, TransportE
 from kvxfer.streams.device import MappedPool, map_pool
 from kvxfer.transports._metadata import Metadata, PublishedRegion
 from kvxfer.transports._regions import RemoteRegion
+
+_SYS_PIDFD_GETFD = 438  # on every architecture
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def endpoint_here() -> str:
+    """Names this process and the PID namespace in which others find it."""
+    return f"pid-{os.getpid()} in {_pid_namespace()}"
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")
 
 
 class LoopbackPeer:
@@ -31,6 +44,11 @@ class LoopbackPeer:
         self.fds: dict[int, int] = {}
         self._mappings: list[mmap.mmap | MappedPool] = []
         self._process_fd = -1
+        if not metadata.endpoint.endswith(f" in {_pid_namespace()}"):
+            raise PeerLostError(
+                f"peer {peer}: got {metadata.endpoint}, expected one in {_pid_namespace()}, the PID namespace of this "
+                "process: loopback finds its peers by process id"
+            )
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             try:
@@ -66,19 +84,31 @@ class LoopbackPeer:
         return RemoteRegion(region.num_bytes, int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data))
 
     def _map_gpu(self, region: PublishedRegion) -> RemoteRegion:
+        where = f"peer {self.name}, region {region.region_id}"
         if region.handle is None:
-            raise ProtocolError(f"peer {self.name}, region {region.region_id}: got no handle of the GPU's memory")
+            raise ProtocolError(f"{where}: got no handle of the GPU's memory")
+        fd = None if region.handle.ipc else self._take_fd(region.fd, where)
         try:
-            mapped = map_pool(region.handle, device_index=self._gpu_index)
+            mapped = map_pool(region.handle, fd, device_index=self._gpu_index)
         except HandoffError as error:
-            raise PeerLostError(f"peer {self.name}, region {region.region_id}: {error}") from error
+            raise PeerLostError(f"{where}: {error}") from error
+        finally:
+            if fd is not None:
+                os.close(fd)
         self._mappings.append(mapped)
         if mapped.pool.num_bytes != region.num_bytes:
-            raise PeerLostError(
-                f"peer {self.name}, region {region.region_id}: got {mapped.pool.num_bytes} bytes of a GPU, expected "
-                f"{region.num_bytes}"
-            )
+            raise PeerLostError(f"{where}: got {mapped.pool.num_bytes} bytes of a GPU, expected {region.num_bytes}")
         return RemoteRegion(region.num_bytes, mapped.pool.address, self._gpu_index)
+
+    def _take_fd(self, fd: int, where: str) -> int:
+        """The peer's descriptor itself: to open that of memory of a GPU through /proc would open the GPU's device."""
+        taken: int = _libc.syscall(_SYS_PIDFD_GETFD, self._process_fd, fd, 0)
+        if taken < 0:
+            raise PeerLostError(
+                f"{where}: descriptor {fd} of process {self.pid} cannot be had: {os.strerror(ctypes.get_errno())}; "
+                "loopback needs leave to trace it: one user, and kernel.yama.ptrace_scope 0 or CAP_SYS_PTRACE"
+            )
+        return taken
 
     def is_dead(self) -> bool:
         poller = select.poll()

@@ -21,7 +21,7 @@ class PublishedRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A registered region. `fd`, `inode`, `device` name the file behind it; they are 0 where there is none.
 
     One in memory of a GPU has its index on the peer's side, -1 for host memory, and, where processes of the host may
-    map it, its `handle`.
+    map it, its `handle`; `fd` goes along unless that is a legacy one.
     """
 
     region_id: _Id
@@ -35,8 +35,15 @@ class PublishedRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def published(region_id: int, region: Region, *, address: int = 0) -> PublishedRegion:
-    """`region`, as peers hear of it."""
-    return PublishedRegion(region_id, region.num_bytes, address, gpu_index=region.gpu_index, handle=region.handle)
+    """`region`, as peers hear of it; for memory of a GPU with its descriptor, where there is one."""
+    return PublishedRegion(
+        region_id,
+        region.num_bytes,
+        address,
+        0 if region.handle is None else region.fd or 0,
+        gpu_index=region.gpu_index,
+        handle=region.handle,
+    )
 
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

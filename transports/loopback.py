@@ -2,7 +2,7 @@
 
 A region with a memfd is published as (pid, descriptor, inode, size); a peer opens it through /proc and maps it. It
 needs no engine, works inside one process too, and is the transport that tests and the laptop demo run on. Memory of a
-GPU is published by its legacy handle, to other processes on that GPU; it has the wire's pace, but no faults.
+GPU is published by its legacy handle, or by its descriptor, to other processes; it has the wire's pace, but no faults.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvxfer.transports._completions import CompletionQueue
 from kvxfer.transports._loopback_copies import CopyThread
 from kvxfer.transports._loopback_gpu import GpuWrites
 from kvxfer.transports._loopback_paced import PacedWrites
-from kvxfer.transports._loopback_peer import LoopbackPeer
+from kvxfer.transports._loopback_peer import LoopbackPeer, endpoint_here
 from kvxfer.transports._metadata import Metadata, PublishedRegion, decode_metadata, encode_metadata, published
 from kvxfer.transports._regions import Entries, check_new_region, checked_entries
 from kvxfer.transports.base import (
@@ -99,7 +99,7 @@ class LoopbackTransport:
 
     def register(self, region: Region) -> RegionDescriptor:
         check_new_region(region, self._regions.values(), self.limits)
-        if region.fd is not None and os.fstat(region.fd).st_size != region.num_bytes:
+        if region.handle is None and region.fd is not None and os.fstat(region.fd).st_size != region.num_bytes:
             raise RegistrationError(
                 f"got a region of {region.num_bytes} bytes whose descriptor {region.fd} holds "
                 f"{os.fstat(region.fd).st_size}, expected the whole memfd to be the region"
@@ -125,7 +125,7 @@ class LoopbackTransport:
                 regions.append(
                     PublishedRegion(region_id, region.num_bytes, fd=region.fd, inode=file.st_ino, device=file.st_dev)
                 )
-        return encode_metadata(Metadata(_NAME, f"pid-{os.getpid()}", regions, os.getpid()))
+        return encode_metadata(Metadata(_NAME, endpoint_here(), regions, os.getpid()))
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
         added = LoopbackPeer(peer, decode_metadata(metadata, _NAME), self._gpu_index)

@@ -198,7 +198,7 @@ def share_stream(
     shares with the stream is the caller's. Waits and raises as `hand_over`.
     """
     shared, fds = pool if pool is not None else (None, [])
-    offer = PoolOffer(num_bytes=pool_bytes, layout=layout, placement="worker", pool=shared)
+    offer = PoolOffer(num_bytes=pool_bytes, layout=layout, placement="worker", pool=shared, pid=os.getpid())
     connection, memory = _hand_over(socket_dir, offer, fds, timeout_s)
     assert isinstance(memory, StreamMemory)
     return connection, memory

@@ -49,9 +49,10 @@ __all__ = ["HandoffEvent", "HandoffListener", "LostPool", "ReceivedPool", "Refus
 _offer_decoder = msgspec.msgpack.Decoder(PoolOffer)
 
 
-ShareStream = Callable[[PoolLayout], tuple[Ring, HostMemory | MappedPool, int]]
-"""Makes a ring for a pool that lies so, and tells where the slots are now and how often they have moved. The ring is
-the caller's, the slots are not. Raises `OSError` where there is no memory."""
+ShareStream = Callable[[PoolLayout, int], tuple[Ring, HostMemory | MappedPool, int]]
+"""Makes a ring for a pool that lies so, and tells where the slots are now, which a worker that sees itself as that
+process is to map (0: none is), and how often they have moved. The ring is the caller's, the slots are not. Raises
+`OSError` where there is no memory."""
 
 
 class HandoffListener:
@@ -195,12 +196,12 @@ class HandoffListener:
             raise HandoffError("pool: got memory of a GPU, expected host memory: this agent maps no other")
         return DeviceMapping(offer, fds, self._call, lambda: os.eventfd_write(self._mapped_fd, 1))
 
-    def share_stream(self, layout: PoolLayout) -> tuple[Ring, HostMemory | MappedPool, int]:
-        """A ring, where the slots are, and how often they have moved. Raises `HandoffError`."""
+    def share_stream(self, layout: PoolLayout, pid: int) -> tuple[Ring, HostMemory | MappedPool, int]:
+        """`ShareStream`. Raises `HandoffError`."""
         if self._share_stream is None:
             raise HandoffError("placement: got worker, expected agent: this agent orders no streams")
         try:
-            return self._share_stream(layout)
+            return self._share_stream(layout, pid)
         except OSError as error:
             raise HandoffError(f"no memory for a ring ({error.strerror})") from error
 
@@ -289,7 +290,7 @@ class _Connection:
     def take_mapped(self, listener: HandoffListener) -> ReceivedPool:
         """A pool of a GPU that is mapped now: the worker gets a ring for its timeline. Raises `HandoffError`."""
         assert self.mapping is not None
-        ring, _, move = listener.share_stream(self.mapping.offer.layout)
+        ring, _, move = listener.share_stream(self.mapping.offer.layout, 0)
         try:
             mapped, shared = self.mapping.take()
         except HandoffError:
@@ -307,7 +308,7 @@ class _Connection:
         """The pool stays the worker's; its stream gets the slots and a ring."""
         if offer.pool is not None and offer.pool.gpu is None:
             check_memfd(self._reader.fds[0], offer.num_bytes)
-        ring, slots, move = listener.share_stream(offer.layout)
+        ring, slots, move = listener.share_stream(offer.layout, offer.pid)
         shared_slots, fds = share(slots)
         stream = SharedStream(ring_bytes=ring.memory.num_bytes, num_lanes=ring.num_lanes, slots=shared_slots)
         self.pool = new_id()

@@ -20,7 +20,7 @@ from kvxfer.errors import HandoffError
 from kvxfer.layout import PoolLayout
 from kvxfer.streams.ring import MemoryIndex
 
-HANDOFF_VERSION = 4
+HANDOFF_VERSION = 5
 MAX_HEADER_BYTES = 1 << 20
 LENGTH = struct.Struct("!I")
 _MAX_FDS = 4
@@ -33,7 +33,8 @@ class PoolOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Worker to agent: the pool has `num_bytes` and lies as `layout` says.
 
     `pool` lets others map it, and its descriptor comes along where it has one: the agent itself, with placement
-    `agent`; with placement `worker` peers that may pull rows, or, where it is None, nobody.
+    `agent`; with placement `worker` peers that may pull rows, or, where it is None, nobody. `pid` is that of a worker
+    that is to map the agent's slots, as it sees itself, otherwise 0.
     """
 
     version: Counter = HANDOFF_VERSION
@@ -41,6 +42,7 @@ class PoolOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     layout: PoolLayout
     placement: PoolPlacement = "agent"
     pool: SharedMemory | None = None
+    pid: Counter = 0
 
 
 class SharedStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

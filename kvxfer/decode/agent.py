@@ -154,12 +154,16 @@ class DecodeAgent:
         if self._core.may_renew_slots:
             self._renew_slots(now)
 
-    def _renew_slots(self, now: float) -> None:
+    def share_slots_by_fd(self, now: float) -> None:
+        """`WorkerAgent.share_slots_by_fd`."""
+        self._renew_slots(now, has_fd=True)
+
+    def _renew_slots(self, now: float, *, has_fd: bool = False) -> None:
         """Take other memory for the landing slots and tell every peer, before any credit for it goes out."""
         try:
-            self._sidecar.renew_slots()
+            self._sidecar.renew_slots(has_fd=has_fd)
         except (TransportError, OSError):
-            self._sidecar.log.exception("cannot replace quarantined slots")
+            self._sidecar.log.exception("cannot give the slots other memory")
             return
         if self._sidecar.must_rotate:
             try:

@@ -220,13 +220,24 @@ class PrefillAgent:
         now = time.monotonic()
         if now < self._rotate_at:
             return False
-        try:
-            self._sidecar.renew_slots()
-        except (TransportError, OSError):
-            self._rotate_at = now + _ROTATE_EVERY_S
-            self._sidecar.log.exception("cannot give the slots other memory; no worker is taken until then")
+        if not self._renew_slots():
+            self._rotate_at = now + _ROTATE_EVERY_S  # no worker is taken until then
             return False
-        self._has_fresh_slots = self._must_rotate = True
+        self._has_fresh_slots = True
+        return True
+
+    def share_slots_by_fd(self, now: float) -> None:
+        """`WorkerAgent.share_slots_by_fd`."""
+        if self._renew_slots(has_fd=True):
+            self._rotate(now)
+
+    def _renew_slots(self, *, has_fd: bool = False) -> bool:
+        try:
+            self._sidecar.renew_slots(has_fd=has_fd)
+        except (TransportError, OSError):
+            self._sidecar.log.exception("cannot give the slots other memory")
+            return False
+        self._must_rotate = True
         return True
 
     def _has_proven_reads(self) -> bool:

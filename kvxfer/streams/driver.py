@@ -7,7 +7,7 @@ driver is not installed.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Final
 
 from kvxfer.errors import EngineMissingError, RegistrationError, TransportError
 from kvxfer.memory import HostMemory
@@ -19,6 +19,7 @@ _REMEDIES = {
     "CUDA_ERROR_NOT_SUPPORTED": "this GPU or its driver cannot do that; use the path over host memory",
     "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel of this process has broken its context; the process must end",
 }
+_ORDERED_FOR_OWNER: Final = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
 _REGISTRATION_REMEDY = (
     "allow this process to lock its memory (ulimit -l unlimited, CAP_IPC_LOCK in a container), or make the slots "
     "smaller; without registered slots only the path over host memory is left"
@@ -97,6 +98,23 @@ class Gpu:
         driver = cuda()
         attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(check("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(attribute, self.device)))
+
+    @functools.cached_property
+    def _must_flush(self) -> bool:
+        """Whether network adapters can write to the GPU, and its own kernels may not see that in order."""
+        ordering = self.attribute("GPU_DIRECT_RDMA_WRITES_ORDERING")
+        return bool(self.attribute("GPU_DIRECT_RDMA_SUPPORTED")) and ordering < _ORDERED_FOR_OWNER
+
+    def flush_writes(self) -> None:
+        """Let kernels see what network adapters have written to this GPU, where that is not so by itself. Raises
+        `TransportError`."""
+        if not self._must_flush:
+            return
+        driver = cuda()
+        target = driver.CUflushGPUDirectRDMAWritesTarget.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
+        scope = driver.CUflushGPUDirectRDMAWritesScope.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+        with self:
+            check("cuFlushGPUDirectRDMAWrites", driver.cuFlushGPUDirectRDMAWrites(target, scope))
 
     def can_access(self, device_index: int) -> bool:
         """Whether kernels of this GPU reach memory of the one that this process knows under `device_index`."""

@@ -7,7 +7,6 @@ than a hundredth of the rate.
 
 from __future__ import annotations
 
-import functools
 from typing import Final
 
 from kvxfer.errors import ContractError, HandoffError
@@ -15,22 +14,10 @@ from kvxfer.streams.device import DevicePool, MappedPool, share_legacy
 from kvxfer.streams.driver import check, cuda, gpu
 
 _BLOCK_BYTES: Final = 2 << 20
-_ORDERED_FOR_OWNER: Final = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
 
 
 class LegacyMemory(MappedPool):
     """Memory that was allocated here by `allocate_legacy`; `handle` alone lets others map it, `fd` is -1."""
-
-    def flush(self) -> None:
-        """Let kernels see what network adapters have written here, on GPUs where that is not so by itself. Raises
-        `TransportError`."""
-        if not _must_flush(self.pool.device_index):
-            return
-        driver = cuda()
-        target = driver.CUflushGPUDirectRDMAWritesTarget.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
-        scope = driver.CUflushGPUDirectRDMAWritesScope.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
-        with self._gpu:
-            check("cuFlushGPUDirectRDMAWrites", driver.cuFlushGPUDirectRDMAWrites(target, scope))
 
     @property
     def is_shareable(self) -> bool:
@@ -39,14 +26,6 @@ class LegacyMemory(MappedPool):
 
     def _release(self) -> None:
         check("cuMemFree", cuda().cuMemFree(self._address))
-
-
-@functools.cache
-def _must_flush(device_index: int) -> bool:
-    """Whether network adapters can write to the GPU, and its own kernels may not see that in order."""
-    device = gpu(device_index)
-    ordering = device.attribute("GPU_DIRECT_RDMA_WRITES_ORDERING")
-    return bool(device.attribute("GPU_DIRECT_RDMA_SUPPORTED")) and ordering < _ORDERED_FOR_OWNER
 
 
 def allocate_legacy(num_bytes: int, device_index: int) -> LegacyMemory:

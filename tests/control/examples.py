@@ -180,7 +180,7 @@ EXAMPLES: dict[str, m.Message] = {
 }
 HANDOFF_EXAMPLES: dict[str, HandoffMessage] = {
     "offer": PoolOffer(num_bytes=1 << 34, layout=LAYOUT, pool=SharedMemory(num_bytes=1 << 34)),
-    "offer_of_a_stream": PoolOffer(num_bytes=1 << 34, layout=LAYOUT, placement="worker"),
+    "offer_of_a_stream": PoolOffer(num_bytes=1 << 34, layout=LAYOUT, placement="worker", pid=7),
     "accepted": PoolAccepted(pool=POOL),
     "accepted_stream": PoolAccepted(
         pool=POOL, stream=SharedStream(ring_bytes=1 << 24, num_lanes=16, slots=SharedMemory(num_bytes=65 << 20))

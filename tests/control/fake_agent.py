@@ -97,7 +97,7 @@ class FakeAgent:
         self._do(lambda: self._handoffs.move_slots(self._pools[-1].pool, move, moved))
         return moved
 
-    def _share_stream(self, _layout: PoolLayout) -> tuple[Ring, HostMemory, int]:
+    def _share_stream(self, _layout: PoolLayout, _pid: int) -> tuple[Ring, HostMemory, int]:
         self.rings.append(Ring.create(4, 64))
         return self.rings[-1], self.slots, 0
 

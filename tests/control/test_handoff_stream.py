@@ -36,8 +36,8 @@ class _Sharing:
         self.rings: list[Ring] = []
         self.error: Exception | None = None
 
-    def __call__(self, of: PoolLayout) -> tuple[Ring, HostMemory, int]:
-        assert of == layout()
+    def __call__(self, of: PoolLayout, pid: int) -> tuple[Ring, HostMemory, int]:
+        assert (of, pid) in ((layout(), os.getpid()), (layout(), 0))
         if self.error is not None:
             raise self.error
         self.rings.append(Ring.create(3, 100))

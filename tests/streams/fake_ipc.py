@@ -116,10 +116,8 @@ def installed(made: FakeIpc, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeIp
     """Have slots and loopback use `made`."""
     for module in (driver, device, legacy, _loopback_gpu):
         monkeypatch.setattr(module, "cuda", lambda: made)
-    for cached in (driver.gpu, legacy._must_flush):
-        cached.cache_clear()
+    driver.gpu.cache_clear()
     monkeypatch.setattr(slot_memory, "PROBE_BYTES", 4096)
     yield made
     made.cuStreamDestroy(0)
-    for cached in (driver.gpu, legacy._must_flush):
-        cached.cache_clear()
+    driver.gpu.cache_clear()
