@@ -15,11 +15,10 @@ from kvxfer.control.channel import Channel, WorkerListener
 from kvxfer.control.codec import encode
 from kvxfer.control.device_handoff import CallInThread
 from kvxfer.control.handoff_listener import HandoffListener, LostPool, ReceivedPool, RefusedHandoff
-from kvxfer.control.handoff_messages import PeerWord
+from kvxfer.control.handoff_messages import MoreEntries, PeerWord
 from kvxfer.control.messages import (
     AttachWorker,
     Message,
-    MoreEntries,
     Ok,
     PeerPoolMapped,
     PeerPoolUnmapped,
@@ -143,23 +142,25 @@ class WorkerDesk:
 
     def send(self) -> None:
         """Send what waits for the worker, as far as it takes it."""
-        self._send_peer_words()
-        if self._worker is not None and self._num_entries is not None:
-            # Before the answer to the request that needs them: the worker enqueues them within that call.
-            if not self.channel.send(self._worker, encode(MoreEntries(num_entries=self._num_entries))):
-                return
-            self._num_entries = None
+        self._send_words()
         while self._events and self._worker is not None:
             if not self.channel.send(self._worker, encode(self._events[0])):
                 return
             self._events.popleft()
             self._num_events += 1
 
-    def _send_peer_words(self) -> None:
+    def _send_words(self) -> None:
         pool = self.seat.pool
-        while pool is not None and self._peer_words:
+        if pool is None:
+            return
+        if self._num_entries is not None:
+            # Before the answer to the request that needs them: the worker enqueues them within that call.
+            if not self.handoffs.tell(pool.pool, MoreEntries(num_entries=self._num_entries), []):
+                return
+            self._num_entries = None
+        while self._peer_words:
             word, memory = self._peer_words[0]
-            if not self.handoffs.tell_of_peer(pool.pool, word, [] if memory is None else memory.fds()):
+            if not self.handoffs.tell(pool.pool, word, [] if memory is None else memory.fds()):
                 return
             self._peer_words.popleft()
             if memory is not None:

@@ -18,7 +18,6 @@ from kvxfer.control.messages import (
     AbortTransfer,
     Attached,
     AttachWorker,
-    MoreEntries,
     NewTicket,
     Ok,
     Open,
@@ -64,15 +63,11 @@ class ClientCore:
     cannot be read, events of transfers that are not open, answers nobody asked for, words of a lost agent.
     """
 
-    def __init__(self, *, has_stream: bool = False) -> None:
-        """`has_stream`: a stream of this worker moves the pool's rows, so that the agent may want entries of it."""
+    def __init__(self) -> None:
         self.outgoing: deque[bytes] = deque()
         self.dropped = 0
-        self.num_entries_wanted = 0
-        """Entries that the agent wants enqueued, counted since the ring was made."""
         self.num_events = 0
         """Events that have come from the agent, also of transfers that are not open."""
-        self._has_stream = has_stream
         self.lost: str | None = None
         """Why there is no agent any more; None while there is one."""
         self._next_id = 1
@@ -116,8 +111,6 @@ class ClientCore:
         if isinstance(message, TransferEvent):
             self.num_events += 1
             self._apply_event(message)
-        elif isinstance(message, MoreEntries) and self._has_stream:
-            self.num_entries_wanted = max(self.num_entries_wanted, message.num_entries)
         elif isinstance(message, WorkerReply) and self._is_answer(request_id, message):
             self._apply_reply(request_id, message)
         else:

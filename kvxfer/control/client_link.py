@@ -171,7 +171,7 @@ class AgentLink:
         """Connect the channel; take over `handed_over`."""
         self.stream = handed_over.stream
         self._marks = handed_over.marks
-        self.core = ClientCore(has_stream=self.stream is not None)
+        self.core = ClientCore()
         self.handoff = handed_over.connection
         self._losing: _Losing | None = None
         try:
@@ -212,8 +212,6 @@ class AgentLink:
         if self._losing is None:
             self._look_after_agent()
         self._hear()
-        if self.stream is not None:
-            self.stream.want(self.core.num_entries_wanted)
         if self._losing is not None and self.core.lost is None:
             self._settle_loss(self._losing)
         self.flush()
@@ -223,6 +221,8 @@ class AgentLink:
         try:
             if self.handoff.lost():
                 gone = "it has ended or hung up"
+            if self.stream is not None:
+                self.stream.want(self.handoff.num_entries_wanted)
             self._map_moved_slots()
             self._map_peers()
         except (HandoffError, TransportError) as error:

@@ -19,6 +19,7 @@ from collections import deque
 from kvxfer.control.handoff_messages import (
     FrameReader,
     LastWord,
+    MoreEntries,
     PeerPool,
     PeerPoolDropped,
     PoolAccepted,
@@ -67,6 +68,8 @@ class HandoffConnection:
         """How long the agent has taken to be able to move rows of a GPU, beside the time for its answer."""
         self.num_events: int | None = None
         """Events that the agent has sent in all, once it has said so because it ends in good order."""
+        self.num_entries_wanted = 0
+        """Entries that the agent wants this worker's stream to have, counted since the ring was made."""
         self._socket = connection
         self._reader = reader
         self._is_readable = True  # until the agent says what nobody understands
@@ -132,7 +135,9 @@ class HandoffConnection:
         except HandoffError:
             self._is_readable = False
             return
-        if isinstance(word, LastWord):
+        if isinstance(word, MoreEntries):
+            self.num_entries_wanted = max(self.num_entries_wanted, word.num_entries)
+        elif isinstance(word, LastWord):
             self.num_events = word.num_events
         elif isinstance(word, SlotsMoved):
             self._moved.append(MovedSlots(word.move, attach(word.slots, self._reader.fds, "slots")))

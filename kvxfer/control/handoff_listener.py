@@ -21,6 +21,7 @@ from kvxfer.control.handoff_messages import (
     FrameReader,
     HandoffMessage,
     LastWord,
+    MoreEntries,
     PeerWord,
     PoolAccepted,
     PoolOffer,
@@ -130,7 +131,7 @@ class HandoffListener:
                 shared, fds = share(slots)
                 connection.say(SlotsMoved(move=move, slots=shared), fds)
 
-    def tell_of_peer(self, pool: str, word: PeerWord, fds: list[int]) -> bool:
+    def tell(self, pool: str, word: PeerWord | MoreEntries, fds: list[int]) -> bool:
         """Say `word` to the worker of `pool`; False where it takes nothing now. One that is gone needs no words."""
         return all(connection.say(word, fds) for connection in self._connections.values() if connection.pool == pool)
 

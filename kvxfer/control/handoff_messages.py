@@ -20,7 +20,7 @@ from kvxfer.errors import HandoffError
 from kvxfer.layout import PoolLayout
 from kvxfer.streams.ring import MemoryIndex
 
-HANDOFF_VERSION = 5
+HANDOFF_VERSION = 6
 MAX_HEADER_BYTES = 1 << 20
 LENGTH = struct.Struct("!I")
 _MAX_FDS = 4
@@ -102,6 +102,13 @@ class PeerPoolDropped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     index: PeerIndex
 
 
+class MoreEntries(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="more_entries"):
+    """Agent to worker: have so many entries enqueued, counted since the ring was made. It is said before the answer to
+    the request that needs them, and is there sooner than what takes the control channel with its threads."""
+
+    num_entries: Counter
+
+
 class LastWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag="last_word"):
     """Agent to worker, before it hangs up in good order: it has sent so many events on the control channel since the
     worker attached, which travel another way than the end of this connection."""
@@ -110,7 +117,7 @@ class LastWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 PeerWord = PeerPool | PeerPoolDropped
-AgentWord = PoolPreparing | PoolAccepted | PoolRefused | SlotsMoved | PeerWord | LastWord
+AgentWord = PoolPreparing | PoolAccepted | PoolRefused | SlotsMoved | PeerWord | MoreEntries | LastWord
 HandoffMessage = PoolOffer | AgentWord
 
 _encoder = msgspec.msgpack.Encoder()

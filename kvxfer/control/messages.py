@@ -52,7 +52,7 @@ from kvxfer.control.message_base import (
     Text,
     TimelineValue,
 )
-from kvxfer.control.stream_messages import MoreEntries, PeerPoolMapped, PeerPoolUnmapped, SlotsMapped
+from kvxfer.control.stream_messages import PeerPoolMapped, PeerPoolUnmapped, SlotsMapped
 from kvxfer.layout import MAX_GROUPS, LayerRange, PoolLayout, TokenRange
 from kvxfer.transfer import EventKind, Reason
 
@@ -80,7 +80,6 @@ __all__ = [
     "LegStatus",
     "Message",
     "MessageBase",
-    "MoreEntries",
     "NewRegion",
     "NewTicket",
     "Ok",
@@ -356,4 +355,4 @@ PrefillToDecode = (
     | Quiesced
     | LegStatus
 )
-Message = WorkerRequest | WorkerReply | TransferEvent | MoreEntries | DecodeToPrefill | PrefillToDecode
+Message = WorkerRequest | WorkerReply | TransferEvent | DecodeToPrefill | PrefillToDecode

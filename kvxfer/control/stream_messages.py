@@ -5,12 +5,6 @@ from __future__ import annotations
 from kvxfer.control.message_base import Counter, Index, MessageBase, Text
 
 
-class MoreEntries(MessageBase, frozen=True, kw_only=True):
-    """Agent to worker, without an answer: have so many entries enqueued, counted since the ring was made."""
-
-    num_entries: Counter
-
-
 class SlotsMapped(MessageBase, frozen=True, kw_only=True):
     """Worker to agent: the slots of move number `move`, which came over the hand-off connection, are mapped; orders
     that are given from now on mean these."""

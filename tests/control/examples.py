@@ -6,6 +6,7 @@ from kvxfer.control import messages as m
 from kvxfer.control.handoff_messages import (
     HandoffMessage,
     LastWord,
+    MoreEntries,
     PeerPool,
     PeerPoolDropped,
     PoolAccepted,
@@ -86,7 +87,6 @@ EXAMPLES: dict[str, m.Message] = {
     "slots_mapped": m.SlotsMapped(move=300),
     "peer_pool_mapped": m.PeerPoolMapped(index=254, detail="no peer access"),
     "peer_pool_unmapped": m.PeerPoolUnmapped(index=254),
-    "more_entries": m.MoreEntries(num_entries=70_000),
     "ok": m.Ok(),
     "refused": m.Refused(reason=Reason.LAYOUT_MISMATCH, detail="got 1152, expected 576", field="row_bytes"),
     "transfer_event": m.TransferEvent(transfer=TRANSFER, event=EventKind.LANDED, aux=(b"a", b""), stats=STATS),
@@ -191,6 +191,7 @@ HANDOFF_EXAMPLES: dict[str, HandoffMessage] = {
         memory=SharedMemory(num_bytes=1 << 34, gpu=PoolHandle("ab" * 16, 1 << 34, 512, 1 << 35, 4711, bytes(64))),
     ),
     "peer_pool_dropped": PeerPoolDropped(index=2),
+    "more_entries": MoreEntries(num_entries=70_000),
     "last_word": LastWord(num_events=7),
     "refused": PoolRefused(detail="pool descriptor: got 0 bytes"),
 }

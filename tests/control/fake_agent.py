@@ -14,6 +14,7 @@ from typing import Self
 from kvxfer.control.channel import Selector, WorkerListener
 from kvxfer.control.codec import decode, encode
 from kvxfer.control.handoff_listener import HandoffListener, LostPool, ReceivedPool
+from kvxfer.control.handoff_messages import MoreEntries
 from kvxfer.control.ids import new_id
 from kvxfer.control.messages import Attached, AttachWorker, Message, NewTicket, Ok, Source, Ticket, TicketMade
 from kvxfer.layout import PoolLayout
@@ -80,6 +81,14 @@ class FakeAgent:
                 assert self._workers.send(self._worker, encode(message))
 
         self._do(send)
+
+    def want(self, num_entries: int) -> None:
+        """Want so many entries of the stream of the worker that has handed over last."""
+
+        def tell() -> None:
+            assert self._handoffs.tell(self._pools[-1].pool, MoreEntries(num_entries=num_entries), [])
+
+        self._do(tell)
 
     def _do(self, job: Callable[[], None]) -> None:
         """Call `job` in the agent's thread, which alone may use its channels, and wait for that."""

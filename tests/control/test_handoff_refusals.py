@@ -95,7 +95,7 @@ def test_descriptors_that_come_one_by_one_are_counted(
         (LENGTH.pack(100_000) + b"\x91" * 100_000, "header: "),
         (LENGTH.pack(5) + b"\xdd\xff\xff\xff\xff", "header: "),
         (b"GET / HTTP/1.1\r\n\r\n", "got a length of"),
-        (pack(PoolOffer(version=1, num_bytes=POOL_BYTES, layout=layout())), "version: got 1, expected 5"),
+        (pack(PoolOffer(version=1, num_bytes=POOL_BYTES, layout=layout())), "version: got 1, expected 6"),
         (pack(PoolOffer(num_bytes=POOL_BYTES, layout=layout(17))), "ends at byte 8448, but the pool has 8192 bytes"),
         (pack(PoolOffer(num_bytes=1 << 60, layout=layout())), "num_bytes"),
         (

@@ -310,7 +310,7 @@ def test_a_peers_pool_that_a_worker_has_no_descriptor_for_costs_nothing_else(
     connection, memory, received, _ = _shared(listener, tmp_path)
     assert isinstance(memory.slots, HostMemory)
     word = PeerPool(index=MemoryIndex.FIRST_PEER, memory=SharedMemory(num_bytes=memory.slots.num_bytes))
-    assert listener.tell_of_peer(received.pool, word, [memory.slots.fd])
+    assert listener.tell(received.pool, word, [memory.slots.fd])
     with no_more_descriptors():
         assert not connection.lost()
     offered = connection.take_peer_word()

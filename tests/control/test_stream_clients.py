@@ -13,7 +13,7 @@ import pytest
 
 from kvxfer.control.client import AsyncDecodeClient, AsyncPrefillClient, DecodeClient, PrefillClient
 from kvxfer.control.client_requests import submit_request
-from kvxfer.control.messages import Message, MoreEntries, Open, SlotsMapped, Submit, TransferEvent
+from kvxfer.control.messages import Message, Open, SlotsMapped, Submit, TransferEvent
 from kvxfer.control.worker_stream import MAX_UNFINISHED
 from kvxfer.errors import AgentLostError, ContractError, RegistrationError
 from kvxfer.memory import HostMemory
@@ -57,7 +57,7 @@ class _Orders(FakeAgent):
 
     def _wanting(self, message: Message) -> list[Message]:
         if isinstance(message, Submit | Open):
-            self.say(MoreEntries(num_entries=self._totals.pop(0)))
+            self.want(self._totals.pop(0))
         return accept_all(message)
 
     @property
@@ -132,7 +132,7 @@ def test_a_worker_that_waits_is_woken_to_enqueue(connect_decode: Connect, tmp_pa
     wanted = 2 * MAX_UNFINISHED + 5
 
     def serve(agent: _Orders) -> None:
-        agent.say(MoreEntries(num_entries=wanted))
+        agent.want(wanted)
         for number in range(wanted):
             deadline_s = time.monotonic() + 10
             while agent.ring.num_enqueued <= number:
@@ -160,7 +160,7 @@ def test_looking_for_events_enqueues(connect_decode: Connect, tmp_path: Path, me
         connect_decode(tmp_path, memory, layout(), placement="worker") as client,
     ):
         client.open(ticket(A), {})
-        agent.say(MoreEntries(num_entries=4))
+        agent.want(4)
         deadline_s = time.monotonic() + 5
         while agent.ring.num_enqueued < 4:
             assert client.next_event(0) is None
@@ -280,7 +280,8 @@ def test_a_worker_without_a_ring_has_nothing_to_enqueue(
         made = client.ticket()
         assert client.mark() == 0
         client.submit(made, {})
-        agent.say(MoreEntries(num_entries=5), TransferEvent(transfer=made.transfer, event=EventKind.SENT))
+        agent.want(5)
+        agent.say(TransferEvent(transfer=made.transfer, event=EventKind.SENT))
         assert client.wait(made, 5).event is EventKind.SENT
         assert isinstance(agent.requests[-1], Submit)
         assert agent.requests[-1].ready == 0
