@@ -1,6 +1,6 @@
 """Rates of row streams on a GPU, with orders from a process without CUDA: 8 MiB segments of 1152-byte rows, DCP 8.
 
-python -m benchmarks.gpu_stream [--json FILE] [--only idle,busy,device,verify,waits]
+python -m benchmarks.gpu_stream [--json FILE] [--only idle,busy,bound,device,verify,waits]
 
 All in about 40 s, besides the start of CUDA and, once, the compilation of the kernels.
 """
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_stream_agent import (
+    CHUNK_ROWS,
     MAX_IN_FLIGHT,
-    MAX_SEGMENTS_PER_ORDER,
     ROW_BYTES,
     SEGMENT_BYTES,
     Agent,
@@ -46,9 +46,10 @@ from kvxfer.streams.cuda_stream import (
 )
 from kvxfer.streams.device import DevicePool
 from kvxfer.streams.ring import Ring
+from kvxfer.streams.slot_binding import offer_slots
 
 POOL_BYTES = 1 << 30
-PARTS = ("idle", "busy", "device", "verify", "waits")
+PARTS = ("idle", "busy", "bound", "device", "verify", "waits")
 MAX_UNFINISHED = 128
 BASELINE_S = 0.4
 cuda: Any = torch.cuda  # not all of it has types
@@ -58,7 +59,8 @@ cuda: Any = torch.cuda  # not all of it has types
 class Case:
     """What is measured: `num_entries` entries of `num_segments` segments each, `in_flight` orders open at a time.
 
-    With `staged_ctas` gathers are summed, and scatters checked and then moved by so many programs.
+    With `staged_ctas` gathers are summed, and scatters checked and then moved by so many programs. With `is_bound` so
+    many pack a segment, which a copy engine takes to the slot that the entry is bound to; nothing is summed.
     """
 
     way: str
@@ -70,6 +72,7 @@ class Case:
     num_segments: int = 1
     num_entries: int = 400
     staged_ctas: int = 0
+    is_bound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,9 @@ class Bench:
     def stream(self, case: Case) -> Iterator[tuple[Ring, CudaRowStream]]:
         """A ring and the stream for it."""
         staging_bytes = SEGMENT_BYTES if case.staged_ctas and case.way == "scatter" else 0
-        ring = Ring.create(MAX_IN_FLIGHT, 2 * segment_rows(MAX_SEGMENTS_PER_ORDER), staging_bytes)
+        ring = Ring.create(MAX_IN_FLIGHT, 2 * CHUNK_ROWS, staging_bytes)
+        if case.is_bound:
+            offer_slots(ring, MAX_IN_FLIGHT, SEGMENT_BYTES)
         stream = CudaRowStream(
             ring,
             DevicePool.of(self.pool),
@@ -142,8 +147,10 @@ class Bench:
             num_streams=case.num_streams,
             staged_ctas=case.staged_ctas or STAGED_CTAS,
             priority=case.priority,
+            may_bind=case.is_bound,
         )
-        stream.set_memory(2, DevicePool.of(self.peer))
+        if case.way == "pull":
+            stream.set_memory(2, DevicePool.of(self.peer))
         yield ring, stream
         stream.close()
         ring.close()
@@ -155,11 +162,14 @@ class Bench:
         work = self._works[case.busy]
         if case.way == "scatter":
             self._fill_slots()
-        sums = self._sums() if case.staged_ctas else ()  # before a stream waits, and torch loads no kernel any more
+        # Before a stream waits, and torch loads no kernel any more.
+        sums = self._sums() if case.staged_ctas and not case.is_bound else ()
         with self.stream(case) as (ring, stream):
             feeder = Feeder(ring, stream, case.num_entries)
             feeder.feed()
-            task = Task(case.way, POOL_BYTES, case.num_entries, case.in_flight, case.num_segments, sums=sums)
+            task = Task(
+                case.way, case.num_entries, case.in_flight, case.num_segments, sums=sums, is_bound=case.is_bound
+            )
             self.agent.start(ring, task)
             told = None
             if work:
@@ -181,7 +191,7 @@ class Bench:
 
     def _rows(self, lane: int, num_rows: int) -> torch.Tensor:
         """`[num_rows, ROW_BYTES]` uint8: what a gather puts into slot `lane`."""
-        starts = torch.from_numpy(make_offsets(POOL_BYTES, num_rows, lane)).cuda()
+        starts = torch.from_numpy(make_offsets(num_rows, lane)).cuda()
         return self.pool[: POOL_BYTES // ROW_BYTES * ROW_BYTES].view(-1, ROW_BYTES)[starts // ROW_BYTES]
 
     def _fill_slots(self) -> None:
@@ -238,7 +248,7 @@ def _after(seconds: float) -> Callable[[], bool]:
 
 
 def cases(only: set[str]) -> list[Case]:
-    """What to measure, of `idle`, `busy`, `device` and `verify`."""
+    """What to measure, of `idle`, `busy`, `bound`, `device` and `verify`."""
     found: list[Case] = []
     if "idle" in only:
         found += [Case("gather", num_ctas) for num_ctas in (2, 4, 6, 8, 16)]
@@ -251,6 +261,10 @@ def cases(only: set[str]) -> list[Case]:
             for case in base, dataclasses.replace(base, way="scatter", max_ctas=SCATTER_CTAS):
                 found += [case, dataclasses.replace(case, priority=0), dataclasses.replace(case, num_streams=1)]
             found.append(dataclasses.replace(base, max_ctas=2))
+    for busy in ("none", "long", "short"):
+        if "bound" in only:
+            base = Case("gather", GATHER_CTAS, busy, num_entries=1200, is_bound=True)
+            found += [dataclasses.replace(base, staged_ctas=each) for each in (24, STAGED_CTAS, 96, 132, 264)]
     if "device" in only:
         for num_segments, num_ctas in ((1, PULL_CTAS), (8, PULL_CTAS), (8, 132), (8, 264)):
             found.append(Case("pull", num_ctas, num_segments=num_segments, num_entries=200))
@@ -271,9 +285,10 @@ def cases(only: set[str]) -> list[Case]:
 def print_result(result: Result) -> None:
     """One line of the table."""
     case = result.case
+    way = "bound" if case.is_bound else case.way
     share = "" if result.worker_share is None else f"{result.worker_share:.3f}"
     told = (
-        f"{case.way:8} {case.busy:6} {case.in_flight:9} {case.num_streams:7}  {case.priority:8}  {case.max_ctas:4}  "
+        f"{way:8} {case.busy:6} {case.in_flight:9} {case.num_streams:7}  {case.priority:8}  {case.max_ctas:4}  "
         f"{case.staged_ctas or '-':>6}  "
     )
     told += f"{case.num_segments * 8:9}  {result.gbs:6.1f}  {result.enqueue_us:10.1f}  {result.agent_cpu_us:8.1f}  "

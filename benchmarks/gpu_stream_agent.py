@@ -21,9 +21,10 @@ import numpy.typing as npt
 from kvxfer.streams.ring import LINEAR, NO_SUM, MemoryIndex, OrderCode, Ring, Span, SumKind, SumOrder
 
 ROW_BYTES, PAGE_ROWS, ROW_STEP = 1152, 64, 8  # a rank of DCP 8 owns every eighth row
+CHUNK_ROWS = 1024  # of a chunk of 8192 tokens
+_LAYER_BYTES = CHUNK_ROWS * ROW_STEP * ROW_BYTES
 SEGMENT_BYTES = 8 << 20
 MAX_IN_FLIGHT = 8
-MAX_SEGMENTS_PER_ORDER = 8
 _NAP_S = 20e-6
 _MESSAGE_BYTES = 4096
 
@@ -32,16 +33,16 @@ _MESSAGE_BYTES = 4096
 class Task:
     """`num_entries` orders of `num_segments` segments each, `in_flight` open at a time. `way`: `gather`, `scatter`,
     `pull`, or `skip`, which comes `late_s` after the entry. With `sums`, one for each lane, gathers are summed and
-    scatters checked; each entry must find its own.
+    scatters checked; each entry must find its own. Entries that are bound to slots have lanes of the same numbers.
     """
 
     way: str
-    pool_bytes: int
     num_entries: int
     in_flight: int = 1
     num_segments: int = 1
     late_s: float = 0.0
     sums: tuple[int, ...] = ()
+    is_bound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,39 +98,57 @@ def segment_rows(num_segments: int) -> int:
 
 
 @functools.cache
-def make_offsets(pool_bytes: int, num_rows: int, seed: int) -> npt.NDArray[np.int64]:
-    """`[num_rows]` int64: every eighth row of shuffled pages."""
+def make_table(seed: int) -> npt.NDArray[np.int64]:
+    """`[CHUNK_ROWS]` int64: the rows of a chunk in its layer, every eighth row of shuffled pages."""
     page_bytes = PAGE_ROWS * ROW_BYTES
-    pages = np.random.default_rng(seed).permutation(pool_bytes // page_bytes)[: -(-num_rows * ROW_STEP // PAGE_ROWS)]
+    pages = np.random.default_rng(seed).permutation(_LAYER_BYTES // page_bytes)
     rows = pages[:, None] * page_bytes + np.arange(0, page_bytes, ROW_BYTES * ROW_STEP)
-    return rows.reshape(-1)[:num_rows].astype(np.int64)
+    return rows.reshape(-1).astype(np.int64)
 
 
-def make_span(way: str, num_rows: int, slot_first_byte: int) -> Span:
-    """`gather` from the pool into a slot, `scatter` back, or `pull` from a peer's pool (memory 2) into the pool."""
-    if way == "gather":
-        return Span(ROW_BYTES, num_rows, 16, 0, 0, 0, 1, slot_first_byte, LINEAR)
-    if way == "scatter":
-        return Span(ROW_BYTES, num_rows, 16, 1, slot_first_byte, LINEAR, 0, 0, 0)
-    return Span(ROW_BYTES, num_rows, 16, 2, 0, 0, 0, 0, num_rows)
+def make_offsets(num_rows: int, seed: int) -> npt.NDArray[np.int64]:
+    """`[num_rows]` int64: where rows lie that begin with the first of a chunk's first layer, layer by layer."""
+    layer, row = np.divmod(np.arange(num_rows), CHUNK_ROWS)
+    offsets: npt.NDArray[np.int64] = layer * _LAYER_BYTES + make_table(seed)[row]
+    return offsets
+
+
+def make_spans(task: Task, slot_memory: int, slot_first_byte: int) -> list[Span]:
+    """A span a layer. `gather` from the pool into a slot, `scatter` back, or `pull` from a peer's pool (memory 2) into
+    the pool, which has the second table."""
+    spans = []
+    num_rows = segment_rows(task.num_segments)
+    for first_row in range(0, num_rows, CHUNK_ROWS):
+        rows = min(CHUNK_ROWS, num_rows - first_row)
+        in_pool = first_row // CHUNK_ROWS * _LAYER_BYTES
+        in_slot = slot_first_byte + first_row * ROW_BYTES
+        if task.way == "gather":
+            places = (0, in_pool, 0, slot_memory, in_slot, LINEAR)
+        elif task.way == "scatter":
+            places = (slot_memory, in_slot, LINEAR, 0, in_pool, 0)
+        else:
+            places = (2, in_pool, 0, 0, in_pool, CHUNK_ROWS)
+        spans.append(Span(ROW_BYTES, rows, 16, *places))
+    return spans
 
 
 def fill_lane(ring: Ring, task: Task, lane: int, offsets: npt.NDArray[np.int64]) -> None:
     """What the order with this lane says; the slot has its number."""
-    num_rows, first_byte = segment_rows(task.num_segments), lane * SEGMENT_BYTES
-    span, summed = make_span(task.way, num_rows, first_byte), NO_SUM
+    first_byte = lane * SEGMENT_BYTES
+    memory, in_memory, summed = MemoryIndex.SLOTS, first_byte, NO_SUM
     if task.sums and task.way == "gather":
         summed = SumOrder(SumKind.MOVED, first_byte)
     elif task.sums:
-        span = dataclasses.replace(span, src_memory=MemoryIndex.STAGING, src_first_byte=0)
-        summed = SumOrder(SumKind.CHECKED, first_byte, num_rows * ROW_BYTES, task.sums[lane])
-    ring.fill_lane(lane, [span], offsets, summed)
+        num_bytes = segment_rows(task.num_segments) * ROW_BYTES
+        summed = SumOrder(SumKind.CHECKED, first_byte, num_bytes, task.sums[lane])
+    if task.is_bound or summed.kind is SumKind.CHECKED:
+        memory, in_memory = MemoryIndex.STAGING, 0
+    ring.fill_lane(lane, make_spans(task, memory, in_memory), offsets, summed)
 
 
 def give_orders(ring: Ring, task: Task) -> Told:
     """Keep orders open until all entries are done. Slots and lanes go by the same number."""
-    num_rows = segment_rows(task.num_segments)
-    tables = [make_offsets(task.pool_bytes, num_rows, lane) for lane in range(task.in_flight + 1)]
+    tables = [make_table(lane) for lane in range(task.in_flight + 1)]
     if task.way == "pull":
         tables = [np.concatenate(tables[lane : lane + 2]) for lane in range(task.in_flight)]
     open_entries: dict[int, int] = {}
@@ -146,7 +165,10 @@ def give_orders(ring: Ring, task: Task) -> Told:
             idle_lanes.append(lane)
             num_done += 1
         while idle_lanes and num_given < min(task.num_entries, ring.num_enqueued):
-            lane = idle_lanes.pop()
+            lane = num_given % task.in_flight if task.is_bound else idle_lanes[-1]
+            if lane not in idle_lanes:
+                break
+            idle_lanes.remove(lane)
             fill_lane(ring, task, lane, tables[lane])
             ring.order(num_given, OrderCode.RUN, lane)
             open_entries[num_given] = lane

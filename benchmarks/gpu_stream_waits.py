@@ -47,7 +47,7 @@ def time_waits(pool: torch.Tensor, agent: Agent) -> dict[str, float]:
         taken_ms: dict[str, float] = {}
         ring = Ring.create(1, 16)
         stream = CudaRowStream(ring, DevicePool.of(pool), slots)
-        agent.start(ring, Task("skip", 0, len(tries), late_s=LATE_S))
+        agent.start(ring, Task("skip", len(tries), late_s=LATE_S))
         for number, (name, call) in enumerate(tries.items()):
             stream.enqueue(number)
             ring.set_num_enqueued(number + 1)

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks.gpu_stream_agent import ROW_BYTES, SEGMENT_BYTES, Task, fill_lane, make_offsets, segment_rows
+from benchmarks.gpu_stream_agent import ROW_BYTES, SEGMENT_BYTES, Task, fill_lane, make_table, segment_rows
 from kvxfer.control.channel import WorkerListener
 from kvxfer.control.handoff_listener import HandoffListener, ReceivedPool, RefusedHandoff
 from kvxfer.control.shared_memory import as_device_pool
@@ -53,9 +53,9 @@ class Gathers:
         assert pool.ring is not None
         self._ring, self._stream, self._num_slots = pool.ring, stream, num_slots
         self._next_number = 0
-        task = Task("gather", pool.num_bytes, 0)
+        task = Task("gather", 1)
         for lane in range(num_slots):
-            fill_lane(pool.ring, task, lane, make_offsets(pool.num_bytes, segment_rows(1), lane))
+            fill_lane(pool.ring, task, lane, make_table(lane))
 
     def run(self, duration_s: float) -> dict[str, float | None]:
         """Keep one in flight for every slot."""

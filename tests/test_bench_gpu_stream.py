@@ -29,7 +29,7 @@ def test_one_agent_gives_the_orders_of_task_after_task() -> None:
         HostMemory.create(SEGMENT_BYTES, "slots") as slots,
         Agent() as agent,
     ):
-        starts = make_offsets(POOL_BYTES, num_rows, 0)
+        starts = make_offsets(num_rows, 0)
         rows = pool.array[: POOL_BYTES // ROW_BYTES * ROW_BYTES].reshape(-1, ROW_BYTES)
         rows[starts // ROW_BYTES, :8] = np.arange(num_rows)[:, None].astype(np.uint8)
         slot_rows = slots.array[: num_rows * ROW_BYTES].reshape(-1, ROW_BYTES)
@@ -40,7 +40,7 @@ def test_one_agent_gives_the_orders_of_task_after_task() -> None:
             for number in range(2):
                 stream.enqueue(number)
             ring.set_num_enqueued(2)
-            agent.start(ring, Task(way, POOL_BYTES, 2))
+            agent.start(ring, Task(way, 2))
             told = until_told(agent)
             stream.close()
             ring.close()
@@ -61,7 +61,7 @@ def test_the_agent_sees_to_sums(way: str, is_right: bool) -> None:
     ):
         slots.array[::999] = 7
         rows = pool.array[: POOL_BYTES // ROW_BYTES * ROW_BYTES].reshape(-1, ROW_BYTES)
-        starts = make_offsets(POOL_BYTES, num_rows, 0)
+        starts = make_offsets(num_rows, 0)
         rows[starts // ROW_BYTES, :8] = np.arange(num_rows)[:, None].astype(np.uint8)
         packed = rows[starts // ROW_BYTES].ravel() if way == "gather" else slots.array[: num_rows * ROW_BYTES]
         expected = row_sum(packed) if is_right else 5
@@ -69,7 +69,7 @@ def test_the_agent_sees_to_sums(way: str, is_right: bool) -> None:
         stream = HostRowStream(ring, pool, slots)
         stream.enqueue(0)
         ring.set_num_enqueued(1)
-        agent.start(ring, Task(way, POOL_BYTES, 1, sums=(expected,)))
+        agent.start(ring, Task(way, 1, sums=(expected,)))
         if is_right:
             assert until_told(agent).taken_s > 0
             assert np.array_equal(slots.array[: num_rows * ROW_BYTES], rows[starts // ROW_BYTES].ravel())
@@ -82,6 +82,6 @@ def test_the_agent_sees_to_sums(way: str, is_right: bool) -> None:
 
 def test_an_agent_that_is_gone_is_noticed() -> None:
     with Agent() as agent, Ring.create(1, 1).memory as memory:
-        agent.start(Ring(memory, 2), Task("skip", 0, 1))  # no ring of two lanes
+        agent.start(Ring(memory, 2), Task("skip", 1))  # no ring of two lanes
         with pytest.raises(SystemExit, match="has ended"):
             until_told(agent)

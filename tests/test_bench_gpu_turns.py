@@ -50,7 +50,7 @@ def test_an_agent_gathers_from_a_pool_that_was_handed_over(tmp_path: Path, monke
         assert facts["gb_s"]
         assert facts["turn_ms"]
         for lane in range(2):
-            wanted = make_offsets(POOL_BYTES, segment_rows(1), lane) // ROW_BYTES % 251
+            wanted = make_offsets(segment_rows(1), lane) // ROW_BYTES % 251
             got = slots.array[lane * SEGMENT_BYTES :][: segment_rows(1) * ROW_BYTES].reshape(-1, ROW_BYTES)
             np.testing.assert_array_equal(got, np.broadcast_to(wanted[:, None], got.shape))
         stream.close()

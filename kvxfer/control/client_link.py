@@ -152,7 +152,7 @@ def _open_stream(memory: PoolMemory, shared: StreamMemory, *, is_prefill: bool) 
                 "the pool lies: set slots.gpu of the agent, or placement of the worker, so that they are one"
             )
         max_ctas = cuda_stream.PULL_CTAS
-    return cuda_stream.CudaRowStream(shared.ring, pool, slots, max_ctas=max_ctas)
+    return cuda_stream.CudaRowStream(shared.ring, pool, slots, max_ctas=max_ctas, may_bind=is_prefill)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from kvxfer.memory import HostMemory
 from kvxfer.ownership import Int64Array
 from kvxfer.row_sums import row_sum
 from kvxfer.streams.cuda_marks import CudaMarks
-from kvxfer.streams.cuda_track import MAX_MEMORIES, Track
+from kvxfer.streams.cuda_track import MAX_MEMORIES, Ctas, Track
 from kvxfer.streams.device import DevicePool
 from kvxfer.streams.driver import Gpu, PinnedMemories, gpu
 from kvxfer.streams.ring import (
@@ -31,17 +31,19 @@ from kvxfer.streams.ring import (
     SumOrder,
     order_offset_bytes,
 )
+from kvxfer.streams.slot_binding import bind_entries
 
 GATHER_CTAS: Final = 4
-"""Programs that move rows into pinned slots, where writes over the bus wait for nothing. Like the other two a value to
+"""Programs that move rows into pinned slots, where writes over the bus wait for nothing. Like the others a value to
 begin with, which `python -m benchmarks.gpu_stream` measures: as few as fill the bus, because each may keep a program of
-the worker's from its multiprocessor."""
+the worker's from its multiprocessor. That is what a copy engine is there for instead, where entries are bound."""
 SCATTER_CTAS: Final = 8
 """Programs that move rows out of pinned slots, where reads over the bus take 2 to 3 us."""
 PULL_CTAS: Final = 96
 """Programs that move rows between memories of the GPU."""
 STAGED_CTAS: Final = 48
-"""Programs that move rows out of a segment that was staged and found right: few microseconds."""
+"""Programs that move rows out of a segment that was staged and found right, or into one that a copy engine takes to its
+slot: few microseconds."""
 NUM_STREAMS: Final = 2
 """Streams that take turns at entries: the launch of one entry lies beside the copies of another. On an H200 gathers
 into pinned slots reach 48.8 GB/s by two and 45.2 by one, scatters 47.7 and 43.7."""
@@ -75,12 +77,14 @@ class CudaRowStream:
         staged_ctas: int = STAGED_CTAS,
         pull_ctas: int = PULL_CTAS,
         priority: int = STREAM_PRIORITY,
+        may_bind: bool = False,
     ) -> None:
         """Takes seconds where the kernels are not in Triton's cache. `max_ctas`: programs that move the rows of an
         entry, `GATHER_CTAS`, `SCATTER_CTAS` or `PULL_CTAS` by the way that rows go. Those copy a segment that is
         checked, and `staged_ctas` programs move its rows. While a peer's pool of a GPU is there to be pulled from,
         `pull_ctas` move the rows of every entry. `priority` of the streams, as CUDA counts: 0 is that of most,
-        lower ones go first.
+        lower ones go first. With `may_bind`, and where the agent offers it, entries are bound to slots in host memory:
+        `staged_ctas` programs pack a segment in memory of the GPU, which each stream has for one.
 
         Raises `EngineMissingError` where CUDA or its bindings are missing, `RegistrationError` where host memory
         cannot be locked, `TransportError` for what else the GPU refuses.
@@ -97,6 +101,7 @@ class CudaRowStream:
         self._is_closed = False
         self._pinned = PinnedMemories(self._gpu)
         self._tracks: list[Track] = []
+        self._bound = bind_entries(ring, slots.num_bytes) if may_bind and isinstance(slots, HostMemory) else None
         self._marks: CudaMarks | None = None
         self._table = HostMemory.create(num_streams * _TABLE_BYTES, "kvxfer-memories")  # one a stream
         try:
@@ -110,7 +115,9 @@ class CudaRowStream:
         """`RowStream.enqueue`. Raises `TransportError`; the entry needs an order all the same before `close()`."""
         self._num_enqueued = number + 1
         with self._gpu:
-            self._tracks[number % len(self._tracks)].enqueue(number)
+            # All entries of a slot go by one stream, in their order.
+            turn = number if self._bound is None else self._bound.slot_of(number)
+            self._tracks[turn % len(self._tracks)].enqueue(number)
 
     def mark(self, stream: object | None = None) -> int:
         """`RowStream.mark`, as `CudaMarks.mark`."""
@@ -127,11 +134,23 @@ class CudaRowStream:
                 f"memory {index}: got memory for GPU {memory.device_index}, expected it for GPU "
                 f"{self._gpu.device_index}, whose stream this is: map it for that one"
             )
+        if index == MemoryIndex.SLOTS and self._bound is not None:
+            self._bind_to(memory)
         address = memory.address if isinstance(memory, DevicePool) else self._pinned.add(memory)
         self._tables()[:, index] = address, memory.num_bytes
         if index > MemoryIndex.SLOTS and isinstance(memory, DevicePool):
             self._gpu_peers.add(index)
             self._set_ctas()
+
+    def _bind_to(self, slots: HostMemory | DevicePool) -> None:
+        """Entries that are enqueued from now on fill slots of this memory, which is about to be registered."""
+        assert self._bound is not None
+        if not isinstance(slots, HostMemory) or not self._bound.fit(slots.num_bytes):
+            raise ContractError(
+                f"slots: got {slots}, expected host memory for {self._bound}, to which entries are bound"
+            )
+        for track in self._tracks:
+            track.set_slots(slots.address)
 
     def _set_ctas(self) -> None:
         """Which order an entry gets is open when it is launched. As few programs as fill the bus have too few bytes on
@@ -179,19 +198,23 @@ class CudaRowStream:
         table_address = self._pinned.add(self._table)
         ring = Ring.create(1, 16)
         try:
-            max_lane_bytes, staging_bytes = max(ring.lane_bytes, self._ring.lane_bytes), self._ring.staging_bytes
+            max_lane_bytes, checked_bytes = max(ring.lane_bytes, self._ring.lane_bytes), self._ring.staging_bytes
+            ctas = (
+                Ctas(staged_ctas, max_ctas) if checked_bytes else Ctas(max_ctas if self._bound is None else staged_ctas)
+            )
+            staging_bytes = max(checked_bytes, self._bound.slot_bytes if self._bound is not None else 0)
             address = self._gpu.register(ring.memory)
             try:
                 self._tables()[:, MemoryIndex.SLOTS] = address, ring.memory.num_bytes
                 for idx in range(num_streams):
                     memories = table_address + idx * _TABLE_BYTES, MAX_MEMORIES
-                    track = Track(self._gpu, priority, max_ctas, memories, max_lane_bytes, staging_bytes, staged_ctas)
+                    track = Track(self._gpu, priority, ctas, memories, max_lane_bytes, staging_bytes, self._bound)
                     self._tracks.append(track)
                     self._tables()[idx, MemoryIndex.STAGING] = track.staging, staging_bytes
                     track.set_ring(ring, address)
                     self._try(ring, track, OrderCode.SKIP, SumKind.MOVED)
                     self._try(ring, track, OrderCode.RUN, SumKind.MOVED)
-                    if staging_bytes:
+                    if checked_bytes:
                         self._try(ring, track, OrderCode.RUN, SumKind.CHECKED)
             finally:
                 self._tables()[:, MemoryIndex.SLOTS] = 0

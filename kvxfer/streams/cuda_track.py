@@ -1,9 +1,9 @@
 """A CUDA stream that carries out entries of a ring one after another, with the kernels and the memory that this takes.
 
 An entry waits for its order, copies it into memory of the GPU (one program), moves its rows (several) and writes its
-done word. Where segments are checked first, programs that stage and sum one come before those that move rows. A copy
-by CUDA's copy engines in place of the first kernel would stand, waiting, at the head of a queue that the worker's own
-copies share.
+done word. Where segments are checked first, programs that stage and sum one come before those that move rows. Where
+entries are bound to slots, a copy engine takes the segment from memory of the GPU to the entry's slot. A copy in place
+of the first kernel would stand, waiting, at the head of a queue that the worker's own copies share.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvxfer.streams.ring import (
     order_value,
     wait_value,
 )
+from kvxfer.streams.slot_binding import BoundSlots
 
 if TYPE_CHECKING:
     from kvxfer.kernels._compiled import CompiledKernel
@@ -117,6 +118,14 @@ class LaneLaunch:
         self._move()
 
 
+@dataclass(frozen=True, slots=True)
+class Ctas:
+    """How many programs move rows, and how many check a segment before that; 0 where none is checked."""
+
+    move: int
+    check: int = 0
+
+
 class Track:
     """One stream. Its entries use one scratch memory, which each leaves before the next begins."""
 
@@ -124,25 +133,27 @@ class Track:
         self,
         device: Gpu,
         priority: int,
-        max_ctas: int,
+        ctas: Ctas,
         memories: tuple[int, int],
         max_lane_bytes: int,
         staging_bytes: int,
-        staged_ctas: int,
+        bound: BoundSlots | None = None,
     ) -> None:
-        """`memories`: address and length of the table of memories, as the GPU sees it. With `staging_bytes`, segments
-        are checked: `max_ctas` programs copy one into `staging`, then `staged_ctas` programs move its rows. Raises
+        """`memories`: address and length of the table of memories, as the GPU sees it. `staging` has `staging_bytes`:
+        for a segment that is checked, or one that goes to the slot that its entry is bound to. Raises
         `TransportError`."""
         from kvxfer.kernels.moves import scratch_words
 
         self._gpu = device
         self._driver = cuda()
         self._address = 0  # of the ring
+        self._bound = bound
+        self._slots_address = 0  # of the host
         stage, check_segment, move = load_kernels(device.device_index)
         self._stream = device.create_stream(priority)
         self._allocated: list[int] = []
         self.staging = 0
-        """Address of the memory for a segment that is checked; 0 without."""
+        """Address of the memory for a segment; 0 without."""
         try:
             self._scratch = self._allocate(8 * scratch_words(max_lane_bytes // 8, memories[1]))
             if staging_bytes:
@@ -151,8 +162,8 @@ class Track:
             self.close()
             raise
         self._stage = Launch(stage, 1, self._stream)
-        self._check = Launch(check_segment, max_ctas, self._stream) if staging_bytes else None
-        self._num_ctas = staged_ctas if staging_bytes else max_ctas
+        self._check = Launch(check_segment, ctas.check, self._stream) if ctas.check else None
+        self._num_ctas = ctas.move
         self._move = Launch(move, self._num_ctas, self._stream)
         self._stage.values[_MEMORIES], self._stage.values[_NUM_MEMORIES] = memories
         self._stage.values[_SCRATCH] = self._move.values[_MOVE_SCRATCH] = self._scratch
@@ -171,6 +182,10 @@ class Track:
         if self._check is not None:
             self._check.values[_CHECK_LANE_WORDS] = ring.lane_bytes // 8
 
+    def set_slots(self, address: int) -> None:
+        """Slots to which entries are bound begin at `address` of the host, which is registered."""
+        self._slots_address = address
+
     def enqueue(self, number: int) -> None:
         """Wait for the order of entry `number`, carry it out, write its done word. The context is current.
 
@@ -181,6 +196,11 @@ class Track:
         waiting = driver.cuStreamWaitValue64(stream, order_address, wait_value(number), WAIT_GEQ)
         check("cuStreamWaitValue64", waiting)
         self.launch(number)
+        if self._bound is not None:
+            slot_bytes = self._bound.slot_bytes
+            slot_address = self._slots_address + self._bound.slot_of(number) * slot_bytes
+            copying = driver.cuMemcpyDtoHAsync(slot_address, self.staging, slot_bytes, stream)
+            check("cuMemcpyDtoHAsync", copying)
         done_address = self._address + done_offset_bytes(number)
         writing = driver.cuStreamWriteValue64(stream, done_address, done_value(number), WRITE_DEFAULT)
         check("cuStreamWriteValue64", writing)

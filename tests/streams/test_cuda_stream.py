@@ -37,7 +37,10 @@ class Owner:
         self.slots = HostMemory.create(NUM_BYTES, "slots")
         self.pool.array[:] = np.random.default_rng(0).integers(1, 256, NUM_BYTES)
         self.num_enqueued = 0
-        self.stream = CudaRowStream(
+        self.stream = self.make_stream(num_streams)
+
+    def make_stream(self, num_streams: int) -> CudaRowStream:
+        return CudaRowStream(
             self.ring, DevicePool(self.pool.address, NUM_BYTES, 0), self.slots, num_streams=num_streams
         )
 
