@@ -185,8 +185,8 @@ class _Client:
         while (found := look()) is None:
             remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
             waits_s = [each for each in (remaining_s, self._link.backlog_s) if each is not None]
-            self._selector.wait(min(waits_s, default=None))
-            self._link.drain()
+            ready = self._selector.wait(min(waits_s, default=None))
+            self._link.turn(has_news=bool(ready))
             if remaining_s is not None and remaining_s <= 0:
                 return look()
         return found

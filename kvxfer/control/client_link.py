@@ -183,7 +183,9 @@ class AgentLink:
     @property
     def backlog_s(self) -> float | None:
         """After so many seconds `drain()` should be called even if nothing has arrived: the stream may have room for
-        entries again. None where there is none to be enqueued."""
+        entries again, or what a lost agent leaves behind may have come to rest. None where neither is awaited."""
+        if self._losing is not None:
+            return _BACKLOG_S if self.core.lost is None else None
         return _BACKLOG_S if self.stream is not None and self.stream.has_backlog else None
 
     def mark(self, stream: object | None) -> int:
@@ -202,6 +204,13 @@ class AgentLink:
         outgoing = self.core.outgoing
         while outgoing and self.channel.send(REMOTE, outgoing[0]):
             outgoing.popleft()
+
+    def turn(self, *, has_news: bool) -> None:
+        """`drain()`; or, where nothing has arrived and nothing is to be judged, only what costs next to nothing."""
+        if has_news or self._losing is not None:
+            self.drain()
+        else:
+            self.flush()
 
     def drain(self) -> None:
         """Apply all that has arrived, then judge whether the agent still lives, then send what came of it.

@@ -25,6 +25,8 @@ from kvxfer.streams.row_stream import RowStream
 MAX_UNFINISHED = 128
 """Entries that may be enqueued and not done. Each takes four places of a launch queue, or five where segments are
 checked, and the queue has 1024 on GPUs seen so far; a full one blocks the worker."""
+_BATCH = 8
+"""Entries that are enqueued before the agent hears of them and can use the first."""
 DRAIN_S = 5.0
 """A stream that has nothing left to wait for ends what it has begun long before."""
 _NAP_S = 0.0002
@@ -75,14 +77,13 @@ class WorkerStream:
         if not self.has_backlog:
             return
         self._look()
-        first = self._num_enqueued
-        while self._num_enqueued < min(self._num_wanted, self._num_done + MAX_UNFINISHED):
+        end = min(self._num_wanted, self._num_done + MAX_UNFINISHED)
+        while self._num_enqueued < end:
             with self._lock:
                 if self._is_ended:
                     return
-                number, self._num_enqueued = self._num_enqueued, self._num_enqueued + 1
-                self._stream.enqueue(number)  # one that fails needs its order, too
-        if self._num_enqueued > first:
+                first, self._num_enqueued = self._num_enqueued, min(end, self._num_enqueued + _BATCH)
+                self._stream.enqueue(first, self._num_enqueued - first)  # those that fail need their orders, too
             self._ring.set_num_enqueued(self._num_enqueued)
 
     def mark(self, stream: object | None) -> int:

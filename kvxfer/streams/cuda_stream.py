@@ -111,13 +111,16 @@ class CudaRowStream:
             self._release()
             raise
 
-    def enqueue(self, number: int) -> None:
-        """`RowStream.enqueue`. Raises `TransportError`; the entry needs an order all the same before `close()`."""
-        self._num_enqueued = number + 1
+    def enqueue(self, number: int, num_entries: int = 1) -> None:
+        """`RowStream.enqueue`. Raises `TransportError`; the entry that it is raised for needs an order all the same
+        before `close()`."""
+        tracks = self._tracks
         with self._gpu:
-            # All entries of a slot go by one stream, in their order.
-            turn = number if self._bound is None else self._bound.slot_of(number)
-            self._tracks[turn % len(self._tracks)].enqueue(number)
+            for each in range(number, number + num_entries):
+                self._num_enqueued = each + 1
+                # All entries of a slot go by one stream, in their order.
+                turn = each if self._bound is None else self._bound.slot_of(each)
+                tracks[turn % len(tracks)].enqueue(each)
 
     def mark(self, stream: object | None = None) -> int:
         """`RowStream.mark`, as `CudaMarks.mark`."""

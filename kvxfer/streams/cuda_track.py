@@ -90,7 +90,9 @@ class Launch:
         )
 
     def __call__(self) -> None:
-        check("cuLaunchKernel", self._driver.cuLaunchKernel(*self._arguments))
+        result = self._driver.cuLaunchKernel(*self._arguments)
+        if result[0] != 0:
+            check("cuLaunchKernel", result)
 
 
 class LaneLaunch:
@@ -191,10 +193,11 @@ class Track:
 
         Raises `TransportError`.
         """
-        driver, stream = self._driver, self._stream
+        driver, stream = self._driver, self._stream  # a worker's thread pays for all of this: errors alone cost a call
         order_address = self._address + order_offset_bytes(number)
-        waiting = driver.cuStreamWaitValue64(stream, order_address, wait_value(number), WAIT_GEQ)
-        check("cuStreamWaitValue64", waiting)
+        result = driver.cuStreamWaitValue64(stream, order_address, wait_value(number), WAIT_GEQ)
+        if result[0] != 0:
+            check("cuStreamWaitValue64", result)
         self.launch(number)
         if self._bound is not None:
             slot_bytes = self._bound.slot_bytes
@@ -202,8 +205,9 @@ class Track:
             copying = driver.cuMemcpyDtoHAsync(slot_address, self.staging, slot_bytes, stream)
             check("cuMemcpyDtoHAsync", copying)
         done_address = self._address + done_offset_bytes(number)
-        writing = driver.cuStreamWriteValue64(stream, done_address, done_value(number), WRITE_DEFAULT)
-        check("cuStreamWriteValue64", writing)
+        result = driver.cuStreamWriteValue64(stream, done_address, done_value(number), WRITE_DEFAULT)
+        if result[0] != 0:
+            check("cuStreamWriteValue64", result)
 
     def expect_pulls(self, num_ctas: int | None) -> None:
         """Rows of entries that are enqueued later are moved by so many programs; None: by as many as at first."""

@@ -38,10 +38,10 @@ class HostRowStream:
         self._thread = threading.Thread(target=self._run, name="kvxfer-host-stream", daemon=True)
         self._thread.start()
 
-    def enqueue(self, number: int) -> None:
+    def enqueue(self, number: int, num_entries: int = 1) -> None:
         """`RowStream.enqueue`."""
         with self._changed:
-            self._numbers.append(number)
+            self._numbers.extend(range(number, number + num_entries))
             self._changed.notify()
 
     def mark(self, stream: object | None = None) -> int:

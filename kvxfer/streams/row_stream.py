@@ -17,9 +17,10 @@ class RowStream(Protocol):
     does not check what spans say.
     """
 
-    def enqueue(self, number: int) -> None:
-        """Enqueue entry `number`: wait for its order, move what that says, write its done word. Called once for each
-        number, from 0 on. Never blocks: its owner keeps at most 128 entries unfinished."""
+    def enqueue(self, number: int, num_entries: int = 1) -> None:
+        """Enqueue `num_entries` entries from `number` on: each waits for its order, moves what that says and writes its
+        done word. Called once for each number, from 0 on. Never blocks: its owner keeps at most 128 entries
+        unfinished."""
         ...
 
     def mark(self, stream: object | None) -> int:

@@ -33,10 +33,10 @@ class _Stream:
         self.num_closed = 0
         self.is_broken = False
 
-    def enqueue(self, number: int) -> None:
+    def enqueue(self, number: int, num_entries: int = 1) -> None:
         if self.is_broken:
             raise TransportError("the GPU refuses")
-        self.enqueued.append(number)
+        self.enqueued += range(number, number + num_entries)
 
     def mark(self, stream: object | None) -> int:
         assert stream is None
@@ -180,18 +180,39 @@ def test_a_stream_that_does_not_come_to_rest_keeps_its_memory(
     assert memory.ring.order_of(0) is OrderCode.SKIP
 
 
-def test_an_entry_that_was_enqueued_by_half_is_skipped_as_well(memory: StreamMemory, wire: _Wire) -> None:
+def test_entries_that_were_enqueued_by_half_are_skipped_as_well(memory: StreamMemory, wire: _Wire) -> None:
     stream = _Stream()
     worker = WorkerStream(stream, memory, wire[0].fileno())
     worker.want(2)
     stream.is_broken = True
     with pytest.raises(TransportError):
         worker.feed()
-    assert memory.ring.num_enqueued == 0, "the agent gives it no order"
+    assert memory.ring.num_enqueued == 0, "the agent gives them no order"
     worker.end()
-    assert memory.ring.order_of(0) is OrderCode.SKIP
-    assert memory.ring.order_of(1) is None
-    memory.ring.set_done(0)
+    for number in range(2):
+        assert memory.ring.order_of(number) is OrderCode.SKIP
+        memory.ring.set_done(number)
+    assert memory.ring.order_of(2) is None
+    worker.close()
+
+
+def test_the_agent_can_use_the_first_entries_while_others_are_enqueued(memory: StreamMemory, wire: _Wire) -> None:
+    stream, ring = _Stream(), memory.ring
+    seen: list[int] = []
+    enqueue = stream.enqueue
+
+    def look_first(number: int, num_entries: int = 1) -> None:
+        seen.append(ring.num_enqueued)
+        enqueue(number, num_entries)
+
+    stream.enqueue = look_first  # type: ignore[method-assign]
+    worker = WorkerStream(stream, memory, wire[0].fileno())
+    worker.want(20)
+    worker.feed()
+    assert stream.enqueued == list(range(20))
+    assert seen == [0, 8, 16]
+    for number in range(20):
+        ring.set_done(number)
     worker.close()
 
 

@@ -45,9 +45,8 @@ class Owner:
         )
 
     def enqueue(self, num_entries: int) -> None:
-        for _ in range(num_entries):
-            self.stream.enqueue(self.num_enqueued)
-            self.num_enqueued += 1
+        self.stream.enqueue(self.num_enqueued, num_entries)
+        self.num_enqueued += num_entries
 
     def run(self, number: int, span: Span = WHOLE, summed: SumOrder = NO_SUM) -> None:
         self.ring.fill_lane(0, [span], np.empty(0, dtype=np.int64), summed)
