@@ -56,7 +56,7 @@ def world_of(path: Path, cuda: FakeIpc, placement: PoolPlacement) -> AgentWorld:
     world = AgentWorld(path, placement=placement)
 
     def as_handed(memory: HostMemory) -> DevicePool:
-        cuda.pools.add(memory.address)
+        cuda.pools[memory.address] = memory.num_bytes
         return DevicePool(memory.address, memory.num_bytes, 0)
 
     world.as_handed = as_handed

@@ -62,11 +62,8 @@ class TransferCase:
                 f"--wire-gb-s: got {self.wire_gb_s:g} with transport {self.transport}, expected --transport loopback: "
                 "it alone holds writes as a wire would"
             )
-        if self.mode == "raw" and (self.placement == "worker" or self.device == "cuda"):
-            raise ConfigError(
-                "--mode: got raw, expected packed, serial, p2p or auto with --placement worker or --device cuda: "
-                "engines cannot read the pools"
-            )
+        if self.mode == "raw":
+            self._check_raw()
         if self.verify == "full" and self.mode in ("raw", "p2p"):
             raise ConfigError(f"--verify: got full with mode {self.mode}, expected off: packed segments have checksums")
         if self.device == "cpu" and self.busy != "none":
@@ -75,6 +72,20 @@ class TransferCase:
             raise ConfigError(f"--gpus: got {self.num_gpus} with --device cpu, expected --device cuda")
         if self.slot_kind == "device":
             self._check_device_slots()
+
+    def _check_raw(self) -> None:
+        if self.placement == "worker":
+            raise ConfigError(
+                "--mode: got raw with --placement worker, expected --placement agent: engines read no pool that stays "
+                "with its worker"
+            )
+        if self.device == "cuda" and (
+            self.transport == "mooncake" or (self.transport == "loopback" and self.slot_kind != "device")
+        ):
+            raise ConfigError(
+                f"--mode: got raw with --device cuda and transport {self.transport}, expected nixl, or loopback with "
+                "--slots device: no other reads a pool on a GPU"
+            )
 
     def _check_device_slots(self) -> None:
         if self.device == "cpu":

@@ -31,11 +31,11 @@ from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.leg import Mode
 from kvxfer.prefill.links import PeerLinks
 from kvxfer.prefill.pull_server import PullServer
+from kvxfer.prefill.raw_pool import RawPool
 from kvxfer.prefill.writes import Writes
 from kvxfer.sidecar import Sidecar
 from kvxfer.slots import SENDER_MOVES, SlotTable
 from kvxfer.transfer import Reason
-from kvxfer.transports.base import Region, RegionDescriptor
 
 _ROTATE_EVERY_S = 5.0
 _LATE_OPENS_S = 2.0  # a router hands a ticket on, and a decode worker opens it, within this time
@@ -46,7 +46,6 @@ class PrefillAgent:
 
     def __init__(self, config: PrefillConfig) -> None:
         """Listen, make the slots, start the engine. Raises `ConfigError`, `EngineMissingError`, `TransportError`."""
-        self._raw_region: RegionDescriptor | None = None
         self._rotate_at = 0.0
         self._must_rotate = False  # before another pool is taken: the engine may still send pages that slots have left
         self._has_fresh_slots = False  # since the worker was lost
@@ -84,7 +83,8 @@ class PrefillAgent:
         self._core = PrefillCore(SlotTable(config.slots.num_slots, SENDER_MOVES), self._mode, leases)
         pull_path = self._pulls.path if self._pulls is not None else ""
         self._links = PeerLinks(listener, self._sidecar, self._core, config.peer_timeout_s, pull_path)
-        self._writes = Writes(self._sidecar, self._links, self._core)
+        self._raw_pool = RawPool(self._sidecar)
+        self._writes = Writes(self._sidecar, self._links, self._core, self._raw_pool)
         self._sidecar.wake_on(self._sidecar.transport)
         self.ops = self._sidecar.ops
         self.ops.serve(self.figures)
@@ -135,28 +135,17 @@ class PrefillAgent:
         return Attached(incarnation=self.incarnation, source=self._source())
 
     def _register_pool(self) -> None:
-        """Let the engine read the pool itself: for mode raw, and for what packing cannot do."""
-        assert self._sidecar.pool is not None
-        memory = self._sidecar.pool.memory
-        self._core.may_send_raw = False
-        if self._mode is Mode.P2P and self._sidecar.pool.for_peers() is None:
+        """Let the engine read the pool itself, where it can."""
+        pool = self._sidecar.pool
+        assert pool is not None
+        if self._mode is Mode.P2P and pool.for_peers() is None:
             raise RefusedError(
                 "mode p2p needs a pool that decode workers of this host can map: make it with allocate_pool(), or from "
                 "plain cudaMalloc (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False)"
             )
-        if memory is None:
-            if self._mode is Mode.RAW:
-                raise RefusedError(
-                    "mode raw needs a pool in host memory that agents can map: hand it over with placement agent"
-                )
-            return
-        try:
-            self._raw_region = self._sidecar.transport.register(Region(memory.address, memory.num_bytes, memory.fd))
-        except TransportError as error:
-            if self._mode is Mode.RAW:
-                raise
-            self._sidecar.log.warning("rows cannot be sent without packing, should that fail: %s", error)
-        self._core.may_send_raw = self._raw_region is not None
+        may_send = self._raw_pool.register(pool, is_needed=self._mode is Mode.RAW)
+        # What is measured at pairing is the way between slots: it says nothing of one out of a pool on a GPU.
+        self._core.allow_raw(may_send=may_send, is_measured=pool.memory is not None)
 
     def worker_lost(self, now: float) -> None:
         """The worker's end was seen."""
@@ -207,9 +196,7 @@ class PrefillAgent:
         back then."""
         if self._core.num_reading_pool or not self._has_safe_slots() or not self._has_proven_reads():
             return False
-        if self._raw_region is not None:
-            self._sidecar.transport.deregister(self._raw_region)
-            self._raw_region = None
+        self._raw_pool.release()
         return True
 
     def _has_safe_slots(self) -> bool:

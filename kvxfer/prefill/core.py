@@ -62,14 +62,10 @@ class PrefillCore:
         """What whoever moves rows should prepare for."""
         return look_ahead(self._life)
 
-    @property
-    def may_send_raw(self) -> bool:
-        """Whether the worker's pool is registered with the engine, so that rows can be written straight from it."""
-        return self._life.may_send_raw
-
-    @may_send_raw.setter
-    def may_send_raw(self, value: bool) -> None:
-        self._life.may_send_raw = value
+    def allow_raw(self, *, may_send: bool, is_measured: bool) -> None:
+        """Whether the engine can write rows straight from the worker's pool, and whether what was measured of a path
+        holds for that, too: mode auto takes no other."""
+        self._life.may_send_raw, self._life.is_raw_measured = may_send, is_measured
 
     @property
     def needs_rotation(self) -> bool:
@@ -313,7 +309,8 @@ class PrefillCore:
         if error is not None and not go_raw:
             self._life.fail(transfer, Reason.GATHER_FAILED, error, now)
             return
-        self._life.num_fallbacks += go_raw
+        if go_raw:
+            self._life.fell_back(error)
         for leg in legs:
             self._life.advance_leg(transfer, leg, now)
 

@@ -45,6 +45,7 @@ class Lifecycle:
         self.sender = Sender(slots, self.outbox, self._progress)
         self.mode = mode
         self.may_send_raw = mode is Mode.RAW
+        self.is_raw_measured = True
         self.leases = leases
         self.timeline = 0  # how far the worker's stream has come, as far as it was looked at
         self.is_draining = False  # nothing new is taken on
@@ -63,6 +64,11 @@ class Lifecycle:
         self.totals.pack_s += pack_s
         self.totals.send_s += send_s
         transfer.num_descriptors += num_descriptors
+
+    def fell_back(self, error: str | None) -> None:
+        """A gather has failed, and its legs go on without packing."""
+        self.num_fallbacks += 1
+        _log.warning("a gather has failed, its rows go run by run: %s", error)
 
     def take_actions(self) -> list[Action]:
         """What to do now, in order. Slots are given out here, once for all that has happened since the last call."""

@@ -107,7 +107,7 @@ def _choose(life: Lifecycle, leg: Leg, num_runs: int, num_bytes: int) -> None:
     """Settle the way of a leg with its first rows."""
     choice = choose_mode(
         can_pull=leg.grant.can_pull and leg.lease is not None,
-        may_send_raw=life.may_send_raw and not leg.peer.verify,
+        why_not_raw=_why_not_raw(life, leg),
         figures=leg.peer.figures,
         num_runs=num_runs,
         num_bytes=num_bytes,
@@ -116,6 +116,14 @@ def _choose(life: Lifecycle, leg: Leg, num_runs: int, num_bytes: int) -> None:
     leg.mode = choice.mode
     life.num_chosen[choice.mode] += 1
     _log.debug("transfer %s to %s: %s, %s", leg.transfer, leg.peer.incarnation, choice.mode.value, choice.why)
+
+
+def _why_not_raw(life: Lifecycle, leg: Leg) -> str:
+    if not life.may_send_raw:
+        return "the pool is not registered with the engine"
+    if not life.is_raw_measured:
+        return "the path out of the pool's memory was not measured"
+    return "the peer wants checksums, which only packed bytes have" if leg.peer.verify else ""
 
 
 def _to_pull(leg: Leg, chunk: Chunk, tables: tuple[PageTable, ...]) -> PullChunk:

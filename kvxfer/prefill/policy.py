@@ -26,13 +26,14 @@ class Choice:
 
 
 def choose_mode(
-    *, can_pull: bool, may_send_raw: bool, figures: PathFigures, num_runs: int, num_bytes: int, segment_bytes: int
+    *, can_pull: bool, why_not_raw: str, figures: PathFigures, num_runs: int, num_bytes: int, segment_bytes: int
 ) -> Choice:
-    """The fastest way for a chunk of `num_bytes` in `num_runs` source runs, by the path's measured figures."""
+    """The fastest way for a chunk of `num_bytes` in `num_runs` source runs, by the path's measured figures.
+    `why_not_raw` says why mode raw cannot be taken; empty where it can."""
     if can_pull:
         return Choice(Mode.P2P, "the peer has this pool mapped")
-    if not may_send_raw:
-        return Choice(Mode.PACKED, "the pool is not registered with the engine")
+    if why_not_raw:
+        return Choice(Mode.PACKED, why_not_raw)
     if figures.bytes_per_s <= 0 or num_bytes == 0:
         return Choice(Mode.PACKED, "the path was not measured")
     wire_s = num_bytes / figures.bytes_per_s

@@ -8,6 +8,7 @@ from kvxfer.errors import TransportError
 from kvxfer.prefill.actions import Write
 from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.links import PeerLinks
+from kvxfer.prefill.raw_pool import RawPool
 from kvxfer.sidecar import Sidecar
 from kvxfer.transports.base import Outcome, RegionDescriptor, WriteBatch
 
@@ -15,10 +16,11 @@ from kvxfer.transports.base import Outcome, RegionDescriptor, WriteBatch
 class Writes:
     """Posts writes and reports their ends to the core; the peer hears of those that are done."""
 
-    def __init__(self, sidecar: Sidecar, links: PeerLinks, core: PrefillCore) -> None:
+    def __init__(self, sidecar: Sidecar, links: PeerLinks, core: PrefillCore, raw_pool: RawPool) -> None:
         self._sidecar = sidecar
         self._links = links
         self._core = core
+        self._raw_pool = raw_pool
         self._posted: dict[int, Write] = {}
         self.may_still_read = False
         """A raw write has an unknown end: the engine may read the worker's pool until it is made anew."""
@@ -47,7 +49,7 @@ class Writes:
             )
             return WriteBatch(region, entry[:1], entry[1:2], entry[2:])
         runs = write.runs
-        src = runs.src_offsets.astype(np.uint64) + np.uint64(self._sidecar.pool_array().ctypes.data)
+        src = runs.src_offsets.astype(np.uint64) + np.uint64(self._raw_pool.address)
         dst = runs.slot_offsets.astype(np.uint64) + np.uint64(dst_offset)
         return WriteBatch(region, src, dst, runs.lengths.astype(np.uint64))
 

@@ -216,15 +216,20 @@ def test_leases_are_given_back_by_every_end(leases: LeaseTable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("descriptor_s", "bytes_per_s", "expected"),
-    [(1e-3, 2e9, Mode.PACKED), (1e-9, 2e9, Mode.RAW), (0.0, 0.0, Mode.PACKED)],
-    ids=["descriptors cost", "descriptors are cheap", "not measured"],
+    ("descriptor_s", "bytes_per_s", "is_measured", "expected"),
+    [
+        (1e-3, 2e9, True, Mode.PACKED),
+        (1e-9, 2e9, True, Mode.RAW),
+        (0.0, 0.0, True, Mode.PACKED),
+        (1e-9, 2e9, False, Mode.PACKED),
+    ],
+    ids=["descriptors cost", "descriptors are cheap", "not measured", "measured between other memory"],
 )
 def test_auto_follows_the_measured_path(
-    leases: LeaseTable, descriptor_s: float, bytes_per_s: float, expected: Mode
+    leases: LeaseTable, descriptor_s: float, bytes_per_s: float, is_measured: bool, expected: Mode
 ) -> None:
     driver = PullDriver(leases, Mode.AUTO)
-    driver.core.may_send_raw = True
+    driver.core.allow_raw(may_send=True, is_measured=is_measured)
     peer, transfer = driver.pair(Shard(rank=0, size=2), world=2), driver.ticket()  # every second row: none touch
     info = driver.core.peers[peer].info
     object.__setattr__(info, "figures", PathFigures(path="a wire", descriptor_s=descriptor_s, bytes_per_s=bytes_per_s))

@@ -50,8 +50,8 @@ class FakeIpc(FakeCuda):
         """`writes_ordering`: how far the GPU sees in order what network adapters write to it."""
         super().__init__()
         self.opened: list[int] = []
-        self.pools: set[int] = set()
-        """Memory of others that has a handle."""
+        self.pools: dict[int, int] = {}
+        """Memory of others that has a handle: bytes, by address."""
         self._kept: list[object] = []  # as long as somebody may still have it mapped
         self.num_flushes = 0
         self.CUdevice_attribute = SimpleNamespace(
@@ -86,7 +86,7 @@ class FakeIpc(FakeCuda):
 
     def cuIpcOpenMemHandle(self, handle: Handle, _flags: int) -> tuple[int, ...]:
         assert self._depth
-        if handle.address not in self.scratch.keys() | self.pools:
+        if handle.address not in self.scratch.keys() | self.pools.keys():
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
         self.opened.append(handle.address)
         return 0, handle.address
@@ -104,6 +104,10 @@ class FakeIpc(FakeCuda):
         self._check_block(dst, num_bytes)
         self._check_block(src, num_bytes)
         return self._copy(dst, src, num_bytes, stream)
+
+    def _check_block(self, address: int, num_bytes: int) -> None:
+        if not any(first <= address <= address + num_bytes <= first + size for first, size in self.pools.items()):
+            super()._check_block(address, num_bytes)
 
     @staticmethod
     def bytes_at(address: int, num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
