@@ -21,14 +21,12 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
 from kvxfer.cli import protocol
 from kvxfer.cli.ensemble import Wire
 from kvxfer.cli.harness import Cast
 from kvxfer.errors import KvxferError, TransportError
 from kvxfer.memory import HostMemory
-from kvxfer.transports import Outcome, Region, RegionDescriptor, WriteBatch
+from kvxfer.transports import ContiguousWrite, Outcome, Region, RegionDescriptor
 from kvxfer.transports.loopback import LoopbackTransport
 from kvxfer.transports.loopback_options import LoopbackOptions
 
@@ -70,17 +68,17 @@ class Writer:
         self._segment_bytes = segment_bytes
         self._memory = HostMemory.create(_NUM_SLOTS * segment_bytes, "kvxfer-wire")
         self._memory.array[:] = _FILL
+        self._address = self._memory.address
         self._transport = LoopbackTransport(options)
         self._transport.register(Region(self._memory.address, self._memory.num_bytes, self._memory.fd))
         self._transport.add_peer(target.peer, target.metadata)
         self._peer = target.peer
         self._region = RegionDescriptor(target.region_id, target.num_bytes)
-        self._lengths = np.array([segment_bytes], dtype=np.uint64)
 
     def _submit(self, number: int) -> int:
-        offset = np.array([number % _NUM_SLOTS * self._segment_bytes], dtype=np.uint64)
-        batch = WriteBatch(self._region, offset + np.uint64(self._memory.address), offset, self._lengths)
-        return self._transport.submit_write(self._peer, batch)
+        offset = number % _NUM_SLOTS * self._segment_bytes
+        write = ContiguousWrite(self._region, self._address + offset, offset, self._segment_bytes)
+        return self._transport.submit_write(self._peer, write)
 
     def write(self, num_in_flight: int, loop_s: float, seconds: float) -> tuple[int, float, float]:
         """Write for `seconds`; the number of writes, how long they took, and the slowest one.

@@ -120,6 +120,7 @@ PUBLIC_NAMES = {
     "kvxfer.transports": {
         "TRANSPORT_NAMES",
         "Completion",
+        "ContiguousWrite",
         "Counters",
         "Limits",
         "MemoryKind",

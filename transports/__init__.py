@@ -2,6 +2,7 @@
 
 from kvxfer.transports.base import (
     Completion,
+    ContiguousWrite,
     Counters,
     Limits,
     MemoryKind,
@@ -16,6 +17,7 @@ from kvxfer.transports.registry import TRANSPORT_NAMES, create_transport, exit_p
 __all__ = [
     "TRANSPORT_NAMES",
     "Completion",
+    "ContiguousWrite",
     "Counters",
     "Limits",
     "MemoryKind",

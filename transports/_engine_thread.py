@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvxfer.transports._completions import CompletionQueue
-from kvxfer.transports._regions import Entries
+from kvxfer.transports._regions import CheckedWrite
 from kvxfer.transports.base import Completion, Counters, Outcome
 
 # Between two looks the thread sleeps for a share of the time in which nothing has moved: a write is seen to end a
@@ -48,7 +48,7 @@ class PostingEngine(Protocol):
         """Whether `post` to `peer` would not block. It is asked until it says yes, for a while at most."""
         ...
 
-    def post(self, peer: str, entries: Entries) -> int | None:
+    def post(self, peer: str, entries: CheckedWrite) -> int | None:
         """Start moving `entries`; a token to `check`, or None where they have arrived already."""
         ...
 
@@ -65,7 +65,7 @@ class PostingEngine(Protocol):
 class _Write:
     write_id: int
     peer: str
-    entries: Entries
+    entries: CheckedWrite
     num_posted: int = 0  # entries [0, num_posted) were handed to the engine
     num_parts: int = 0  # parts in flight
     ended: bool = False
@@ -124,7 +124,7 @@ class EngineThread:
         for peer in list(self._peers):
             self._end_posted(peer, "the engine object was destroyed before the write had ended")
 
-    def submit(self, write_id: int, peer: str, entries: Entries) -> None:
+    def submit(self, write_id: int, peer: str, entries: CheckedWrite) -> None:
         self._commands.put(lambda: self._enqueue(_Write(write_id, peer, entries)))
 
     def drop(self, peer: str, then: Callable[[], None]) -> None:

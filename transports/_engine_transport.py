@@ -13,8 +13,16 @@ from kvxfer.errors import PeerLostError, ProtocolError, RegistrationError
 from kvxfer.transports._completions import CompletionQueue
 from kvxfer.transports._engine_thread import EngineError, EngineThread, PostingEngine
 from kvxfer.transports._metadata import Metadata, decode_metadata, encode_metadata, published
-from kvxfer.transports._regions import RemoteRegion, check_new_region, checked_entries
-from kvxfer.transports.base import Completion, Counters, Limits, Region, RegionDescriptor, WriteBatch
+from kvxfer.transports._regions import RemoteRegion, check_new_region, checked_write
+from kvxfer.transports.base import (
+    Completion,
+    ContiguousWrite,
+    Counters,
+    Limits,
+    Region,
+    RegionDescriptor,
+    WriteBatch,
+)
 
 # A rotation waits while writes still end at least this often: it takes only stuck ones with it.
 _ROTATE_PATIENCE_S = 0.25
@@ -76,6 +84,7 @@ class EngineTransport(ABC):
         self._ids = itertools.count(1)
         self._regions: dict[int, Region] = {}
         self._peers: dict[str, Metadata] = {}
+        self._remote: dict[str, dict[int, RemoteRegion]] = {}  # regions of each peer
         self._closed = False
         self._engine = self._new_engine()
         self._thread = EngineThread(f"{self.name}-post", self._completions, self.counters)
@@ -132,6 +141,10 @@ class EngineTransport(ABC):
             self.rotate()
         self._load_peer(self._engine, peer, parsed)
         self._peers[peer] = parsed
+        self._remote[peer] = {
+            region.region_id: RemoteRegion(region.num_bytes, region.address, region.gpu_index)
+            for region in parsed.regions
+        }
 
     def _load_peer(self, engine: EngineObject, peer: str, parsed: Metadata) -> None:
         try:
@@ -143,6 +156,7 @@ class EngineTransport(ABC):
 
     def drop_peer(self, peer: str) -> None:
         if self._peers.pop(peer, None) is not None:
+            del self._remote[peer]
             self._thread.drop(peer, lambda: self._forget(peer))
 
     def _forget(self, peer: str) -> None:
@@ -151,15 +165,11 @@ class EngineTransport(ABC):
         except EngineError as error:
             _logger.warning("%s", error.detail)
 
-    def submit_write(self, peer: str, batch: WriteBatch) -> int:
-        known = self._peers.get(peer)
-        if known is None:
+    def submit_write(self, peer: str, write: WriteBatch | ContiguousWrite) -> int:
+        remote = self._remote.get(peer)
+        if remote is None:
             raise PeerLostError(f"got peer {peer}, expected one that add_peer made known")
-        remote = {
-            region.region_id: RemoteRegion(region.num_bytes, region.address, region.gpu_index)
-            for region in known.regions
-        }
-        entries = checked_entries(batch, self._regions.values(), remote)
+        entries = checked_write(write, self._regions, remote)
         write_id = next(self._ids)
         self._thread.submit(write_id, peer, entries)
         return write_id
@@ -197,5 +207,6 @@ class EngineTransport(ABC):
         self._thread.stop(0.0)
         self._thread.abandon_all("the transport was closed")
         self._peers.clear()
+        self._remote.clear()
         self._engine.destroy()
         self._completions.close()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvxfer.transports._regions import Entries
+from kvxfer.transports._regions import CheckedWrite
 
 # Copies shorter than this keep the interpreter's lock: handing it over costs more than the copy.
 _HELD_COPY_BYTES = 1 << 16
@@ -21,7 +21,7 @@ _held_memmove.restype = None
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    entries: Entries
+    entries: CheckedWrite
     is_wanted: Callable[[], bool]
     on_end: Callable[[bool, float], None]
 
@@ -35,7 +35,9 @@ class CopyThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, entries: Entries, is_wanted: Callable[[], bool], on_end: Callable[[bool, float], None]) -> None:
+    def submit(
+        self, entries: CheckedWrite, is_wanted: Callable[[], bool], on_end: Callable[[bool, float], None]
+    ) -> None:
         """Move `entries`, unless `is_wanted` says no when they are next; then call `on_end(has_moved, busy_s)`.
 
         Both are called by the thread, never while `paused()`.
@@ -63,7 +65,6 @@ def _move(job: _Job) -> None:
     started_s = time.perf_counter()
     is_wanted = job.is_wanted()
     if is_wanted:
-        entries = job.entries
-        for src, dst, length in zip(entries.src.tolist(), entries.dst.tolist(), entries.lengths.tolist(), strict=True):
+        for src, dst, length in job.entries.rows():
             (_held_memmove if length < _HELD_COPY_BYTES else ctypes.memmove)(dst, src, length)
     job.on_end(is_wanted, time.perf_counter() - started_s)

@@ -1,183 +1,210 @@
-"""Large loopback writes that processes copy, each reported at the pace of the emulated wire."""
+"""Loopback writes that others copy, processes or a GPU, each reported at the pace of the emulated wire."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
+
+import msgspec
 
 from kvxfer.errors import TransportError
 from kvxfer.transports._loopback_peer import LoopbackPeer
-from kvxfer.transports._loopback_processes import CopyProcesses, Piece
-from kvxfer.transports._loopback_timer import WireTimer
-from kvxfer.transports._regions import Entries
-from kvxfer.transports.base import Region
+from kvxfer.transports._loopback_wire import Wire
+from kvxfer.transports._regions import CheckedWrite
+from kvxfer.transports.base import Outcome
 
-_LEAST_PIECE_BYTES = 256 << 10
-"""What a thread of the agent copies while a job finds its process."""
-_MAX_PIECES = 64
-_LOST = "a copying process of the wire has ended, expected it to live as long as the transport"
+_LOOK_EVERY_S = 1e-3
+"""A death that nothing waits for is seen this late at most, by a loop that turns."""
+
+Report = Callable[[int, CheckedWrite, Outcome, str], None]
+
+
+class PacedWrite(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A write that has not ended, and when it will have passed the wire, on the monotonic clock."""
+
+    write_id: int
+    peer: LoopbackPeer
+    entries: CheckedWrite
+    due_s: float
+
+
+class Copier(Protocol):
+    """Who copies, and tells when. All but `close` raise `TransportError` or `OSError` where that goes wrong."""
+
+    @property
+    def news_fd(self) -> int:
+        """A descriptor that is readable once `look` has something to tell; -1 where nothing is copied any more."""
+        ...
+
+    @property
+    def end_fds(self) -> Collection[int]:
+        """Descriptors that are readable once one of those that copy has ended."""
+        ...
+
+    def takes(self, entries: CheckedWrite, peer: LoopbackPeer, dst_region: int) -> bool:
+        """Whether `begin` is for such a write."""
+        ...
+
+    def begin(self, write: PacedWrite) -> None:
+        """Copy it. No write is due before those begun before it."""
+        ...
+
+    def look(self) -> tuple[list[int], float]:
+        """The writes that were copied and are due, and for how many seconds others have copied since the last call."""
+        ...
+
+    def drop_peer(self, peer: LoopbackPeer) -> None:
+        """When it returns, nothing is written to `peer`. `look` may tell of its writes still."""
+        ...
+
+    def drop_sources(self, region_ids: Collection[int]) -> None:
+        """Forget local regions: other memory may lie behind them, or none. Writes under way are copied before."""
+        ...
+
+    def give_up(self) -> None:
+        """When it returns, nothing is copied any more; what was begun is forgotten."""
+        ...
+
+    def close(self) -> None:
+        """`give_up`, and free everything."""
+        ...
 
 
 class PacedWrites:
     """Writes that end when their bytes have moved, and not before they are due.
 
-    Of one thread, which `fileno()` wakes: when the first write is due and, where its bytes have not moved by then, when
-    they have. Where one of the processes has ended, methods raise `TransportError` or `OSError`; after `give_up()`,
-    `pieces` alone still does. Owns the processes, an epoll and a timer.
+    Of one thread, which `fileno()` wakes when one has ended. Where its copier fails, all writes do. Owns the copier and
+    an epoll; `close()` frees them.
     """
 
-    def __init__(self, num_processes: int, other_fd: int) -> None:
-        """`fileno()` is readable while `other_fd` is, too."""
-        self._copies = CopyProcesses(num_processes)
-        self._is_copied: dict[int, bool] = {}  # of each write that has not ended
-        self._due: deque[tuple[float, int]] = deque()  # one wire: whoever came first is due first
-        self._late: set[int] = set()  # due, and still being copied
-        self._watches_copies = False
-        self._has_given_up = False
-        self._src_keys: dict[int, int] = {}
-        self._dst_keys: dict[tuple[str, int], int] = {}
-        self._timer: WireTimer | None = None
+    def __init__(self, copier: Copier, wire: Wire, report: Report, other_fd: int) -> None:
+        """`report` hears of writes that fail. `fileno()` is readable while `other_fd` is, too."""
+        self._copier = copier
+        self._wire = wire
+        self._report = report
+        self._writes: dict[int, PacedWrite] = {}  # one wire: whoever came first is due first
+        self._look_at_s = 0.0  # before, `collect` has nothing to find
+        self._living: dict[int, LoopbackPeer] = {}
         self._epoll = select.epoll()
-        self._control_fds = {control.fileno() for control in self._copies.controls}
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
-            self._timer = WireTimer()
-            for fd in (self._timer.fd, other_fd, *self._control_fds):
-                self._epoll.register(fd, select.EPOLLIN)
-            self._epoll.register(self._copies.done_fd, 0)
+            self._epoll.register(other_fd, select.EPOLLIN)
+            self._watch_copier()
             on_error.pop_all()
+
+    def _watch_copier(self) -> None:
+        self._copier_fds = [fd for fd in (self._copier.news_fd, *self._copier.end_fds) if fd >= 0]
+        for fd in self._copier_fds:
+            self._epoll.register(fd, select.EPOLLIN)
 
     def fileno(self) -> int:
         return self._epoll.fileno()
 
-    def pieces(
-        self, entries: Entries, peer: LoopbackPeer, dst_region: int, local: Mapping[int, Region]
-    ) -> list[Piece] | None:
-        """`entries` as the processes take them; None where a thread is to copy them: many, small, or out of memory that
-        no other process can map."""
-        if self._has_given_up:
-            raise TransportError(_LOST)
-        lengths = entries.lengths.tolist()
-        if not 0 < len(lengths) <= _MAX_PIECES or min(lengths) < _LEAST_PIECE_BYTES:
-            return None
-        dst_key = self._dst_keys.get((peer.name, dst_region))
-        if dst_key is None:
-            remote = peer.regions[dst_region]
-            dst_key = self._copies.map(peer.fds[dst_region], remote.num_bytes)
-            self._dst_keys[peer.name, dst_region] = dst_key
-        dst_address = peer.regions[dst_region].address
-        pieces = []
-        for src, dst, num_bytes in zip(entries.src.tolist(), entries.dst.tolist(), lengths, strict=True):
-            source = self._source(src, local)
-            if source is None:
-                return None
-            src_key, src_offset = source
-            pieces.append(Piece(src_key, src_offset, dst_key, dst - dst_address, num_bytes))
-        return pieces
+    def add_peer(self, peer: LoopbackPeer) -> None:
+        """Notice the end of its process."""
+        self._living[peer.process_fd] = peer
+        self._epoll.register(peer.process_fd, select.EPOLLIN)
 
-    def _source(self, address: int, local: Mapping[int, Region]) -> tuple[int, int] | None:
-        """The mapping that holds what lies at `address`, which is in a region, and the byte in it."""
-        for region_id, region in local.items():
-            offset = address - region.address
-            if 0 <= offset < region.num_bytes:
-                if region.fd is None:
-                    return None
-                if region_id not in self._src_keys:
-                    self._src_keys[region_id] = self._copies.map(region.fd, region.num_bytes)
-                return self._src_keys[region_id], offset
-        raise AssertionError(f"{address:#x} lies in no region, though the write was checked")
+    def submit(self, write_id: int, peer: LoopbackPeer, entries: CheckedWrite, dst_region: int) -> bool:
+        """Take on a write to `dst_region`, where that is for others to copy; whether it is."""
+        try:
+            if not self._copier.takes(entries, peer, dst_region):
+                return False
+            due_s = self._wire.take(entries.num_entries, entries.num_bytes)
+            write = PacedWrite(write_id, peer, entries, due_s)
+            self._copier.begin(write)
+        except (OSError, TransportError) as error:
+            self._give_up(str(error))
+            self._report(write_id, entries, Outcome.FAILED, str(error))
+            return True
+        self._writes[write_id] = write
+        if due_s < self._look_at_s:
+            self._look_at_s = due_s
+        return True
 
-    def submit(self, write_id: int, pieces: list[Piece], due_s: float) -> None:
-        """Copy `pieces`. `due_s` is on the monotonic clock, and no earlier than that of the write before."""
-        self._copies.submit(write_id, pieces)
-        self._is_copied[write_id] = False
-        self._due.append((due_s, write_id))
-        if len(self._due) == 1:
-            self._set_timer(due_s)
-
-    def collect(self) -> tuple[list[int], float]:
-        """The writes that have ended, and for how many seconds processes have copied since the last call."""
-        if self._has_given_up:
-            return [], 0.0
-        self._check_alive()
-        busy_s = self._note_copied()
+    def collect(self) -> tuple[list[PacedWrite], float]:
+        """The writes that are done, and for how many seconds others have copied since the last call."""
         now_s = time.monotonic()
-        while self._due and self._due[0][0] <= now_s:
-            write_id = self._due.popleft()[1]
-            if write_id in self._is_copied:
-                self._late.add(write_id)
-        ended = [write_id for write_id in self._late if self._is_copied[write_id]]
-        self._forget_writes(ended)
-        self._set_timer(self._due[0][0] if self._due else 0.0)
-        if self._watches_copies != bool(self._late):
-            self._watches_copies = not self._watches_copies
-            self._epoll.modify(self._copies.done_fd, select.EPOLLIN if self._watches_copies else 0)
-        return ended, busy_s
+        if now_s < self._look_at_s:
+            return [], 0.0
+        try:
+            return self._look(now_s)
+        except (OSError, TransportError) as error:
+            self._give_up(str(error))
+            return [], 0.0
 
-    def drop_peer(self, peer: LoopbackPeer, write_ids: list[int]) -> None:
-        """When it returns, nothing is written to `peer`. Its `write_ids` are not collected any more."""
-        self._forget_writes(write_ids)
-        known = [names for names in self._dst_keys if names[0] == peer.name]
-        self._unmap({self._dst_keys.pop(names) for names in known})
-
-    def drop_sources(self, region_ids: list[int]) -> None:
-        """Forget local regions: other memory may lie behind them, or none. Writes under way are copied before."""
-        keys = {self._src_keys.pop(region_id) for region_id in region_ids if region_id in self._src_keys}
-        while self._copies.has_backlog:
-            select.select([self._copies.done_fd, *self._control_fds], [], [])
-            self._check_alive()
-            self._note_copied()
-        self._unmap(keys)
-
-    def give_up(self) -> list[int]:
-        """End the processes; the writes that have not ended, which move nothing any more. Nothing follows but `close`
-        and what finds nothing to do."""
-        lost = list(self._is_copied)
-        self._forget_writes(lost)
-        self._due.clear()
-        self._dst_keys.clear()
-        self._src_keys.clear()
-        if not self._has_given_up:
-            self._has_given_up = True
-            self._copies.end()
-            for fd in (*self._control_fds, self._copies.done_fd):
+    def _look(self, now_s: float) -> tuple[list[PacedWrite], float]:
+        copier, living = self._copier, self._living
+        done: list[PacedWrite] = []
+        has_news, busy_s = False, 0.0
+        for fd, _ in self._epoll.poll(0):
+            if fd == copier.news_fd:
+                has_news = True
+            elif fd in living:
                 self._epoll.unregister(fd)
-            self._control_fds.clear()
-            self._set_timer(0.0)
-        return lost
+                living.pop(fd).is_gone = True
+            elif fd in copier.end_fds:
+                raise TransportError("one of those that copy has ended, expected it to live as long as the transport")
+        if has_news:
+            ended, busy_s = copier.look()
+            for write_id in ended:
+                write = self._writes.pop(write_id, None)
+                if write is None:
+                    continue  # its peer was dropped
+                if write.peer.is_gone:
+                    # Nothing arrives at a process that has ended; nothing of the write moves any more either.
+                    self._fail([write], write.peer.end_detail)
+                else:
+                    done.append(write)
+        self._look_at_s = now_s + _LOOK_EVERY_S
+        for first in self._writes.values():
+            if first.due_s < self._look_at_s:
+                self._look_at_s = first.due_s
+            break
+        return done, busy_s
+
+    def drop_peer(self, peer: LoopbackPeer) -> None:
+        """When it returns, nothing is written to `peer`, and its writes have failed."""
+        if self._living.pop(peer.process_fd, None) is not None:
+            self._epoll.unregister(peer.process_fd)
+        try:
+            self._copier.drop_peer(peer)
+        except (OSError, TransportError) as error:
+            self._give_up(str(error))
+        dropped = [write for write in self._writes.values() if write.peer is peer]
+        for write in dropped:
+            del self._writes[write.write_id]
+        self._fail(dropped, "the peer was dropped")
+
+    def drop_sources(self, region_ids: Collection[int]) -> None:
+        """`Copier.drop_sources`."""
+        try:
+            self._copier.drop_sources(region_ids)
+        except (OSError, TransportError) as error:
+            self._give_up(str(error))
+
+    def _give_up(self, detail: str) -> None:
+        for fd in self._copier_fds:
+            self._epoll.unregister(fd)
+        self._copier.give_up()
+        self._watch_copier()
+        self._fail_all(detail)
+
+    def _fail_all(self, detail: str) -> None:
+        lost, self._writes = self._writes, {}
+        self._fail(lost.values(), detail)
+
+    def _fail(self, writes: Iterable[PacedWrite], detail: str) -> None:
+        for write in writes:
+            self._report(write.write_id, write.entries, Outcome.FAILED, detail)
 
     def close(self) -> None:
-        """When it returns, nothing is copied any more."""
+        """When it returns, nothing is copied any more, and what had not ended has failed."""
+        self._look_at_s = math.inf
+        self._copier.close()
         self._epoll.close()
-        if self._timer is not None:
-            self._timer.close()
-        self._copies.close()
-
-    def _check_alive(self) -> None:
-        for fd, _ in self._epoll.poll(0):
-            if fd in self._control_fds:
-                raise TransportError(_LOST)
-
-    def _note_copied(self) -> float:
-        """What `collect` tells of the processes' time."""
-        copied, busy_s = self._copies.ended()
-        for write_id in copied:
-            if write_id in self._is_copied:
-                self._is_copied[write_id] = True
-        return busy_s
-
-    def _unmap(self, keys: set[int]) -> None:
-        if keys:
-            self._copies.unmap(keys)
-
-    def _forget_writes(self, write_ids: list[int]) -> None:
-        for write_id in write_ids:
-            self._is_copied.pop(write_id, None)
-            self._late.discard(write_id)
-
-    def _set_timer(self, due_s: float) -> None:
-        assert self._timer is not None
-        self._timer.set(due_s)
+        self._fail_all("the transport was closed")

@@ -31,7 +31,8 @@ def _pid_namespace() -> str:
 class LoopbackPeer:
     """A peer's published regions, mapped here, and a descriptor that tells of its process's end.
 
-    `fds` are descriptors of the regions, for processes that map them too; `close()` frees them.
+    `fds` are descriptors of the regions, for processes that map them too; `process_fd` is readable once the peer's
+    process has ended, and `is_gone` says so where somebody watches it. `close()` frees the descriptors.
     """
 
     def __init__(self, peer: str, metadata: Metadata, gpu_index: int = -1) -> None:
@@ -43,7 +44,8 @@ class LoopbackPeer:
         self.regions: dict[int, RemoteRegion] = {}
         self.fds: dict[int, int] = {}
         self._mappings: list[mmap.mmap | MappedPool] = []
-        self._process_fd = -1
+        self.process_fd = -1
+        self.is_gone = False
         if not metadata.endpoint.endswith(f" in {_pid_namespace()}"):
             raise PeerLostError(
                 f"peer {peer}: got {metadata.endpoint}, expected one in {_pid_namespace()}, the PID namespace of this "
@@ -52,7 +54,7 @@ class LoopbackPeer:
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             try:
-                self._process_fd = os.pidfd_open(metadata.pid)
+                self.process_fd = os.pidfd_open(metadata.pid)
             except OSError as error:
                 raise PeerLostError(f"peer {peer}: process {metadata.pid} is not there: {error}") from error
             for region in metadata.regions:
@@ -102,7 +104,7 @@ class LoopbackPeer:
 
     def _take_fd(self, fd: int, where: str) -> int:
         """The peer's descriptor itself: to open that of memory of a GPU through /proc would open the GPU's device."""
-        taken: int = _libc.syscall(_SYS_PIDFD_GETFD, self._process_fd, fd, 0)
+        taken: int = _libc.syscall(_SYS_PIDFD_GETFD, self.process_fd, fd, 0)
         if taken < 0:
             raise PeerLostError(
                 f"{where}: descriptor {fd} of process {self.pid} cannot be had: {os.strerror(ctypes.get_errno())}; "
@@ -110,9 +112,15 @@ class LoopbackPeer:
             )
         return taken
 
+    @property
+    def end_detail(self) -> str:
+        """What a write is told that cannot arrive any more."""
+        return f"process {self.pid} of the peer has ended"
+
     def is_dead(self) -> bool:
+        """Whether its process has ended by now."""
         poller = select.poll()
-        poller.register(self._process_fd, select.POLLIN)
+        poller.register(self.process_fd, select.POLLIN)
         return bool(poller.poll(0))
 
     def close(self) -> None:
@@ -124,6 +132,6 @@ class LoopbackPeer:
         for fd in self.fds.values():
             os.close(fd)
         self.fds.clear()
-        if self._process_fd >= 0:
-            os.close(self._process_fd)
-            self._process_fd = -1
+        if self.process_fd >= 0:
+            os.close(self.process_fd)
+            self.process_fd = -1

@@ -22,7 +22,7 @@ from kvxfer.transports._engine_thread import EngineError
 from kvxfer.transports._metadata import Metadata
 from kvxfer.transports._mooncake_scout import Question, ask
 from kvxfer.transports._nixl_engine import has_rdma_device
-from kvxfer.transports._regions import Entries
+from kvxfer.transports._regions import CheckedWrite
 from kvxfer.transports._tcp_probe import acknowledged_tcp_bytes
 from kvxfer.transports.base import Outcome, Region
 
@@ -156,13 +156,13 @@ class MooncakeEngine:
             state.question = ask(self._module, self._host, state.session)
         return state.question.code is not None or time.monotonic() - state.question.asked_at_s > _ANSWER_S
 
-    def post(self, peer: str, entries: Entries) -> int:
+    def post(self, peer: str, entries: CheckedWrite) -> int:
         state = self._peers[peer]
         self._check_may_post(state)
         self._shake_hands(state)
         probe = state.path == "unknown" and not self._posts and entries.num_bytes >= _MIN_PROBE_BYTES
         post = _Post(peer, [], entries.num_bytes, acknowledged_tcp_bytes() if probe else None)
-        for src, dst, length in zip(entries.src.tolist(), entries.dst.tolist(), entries.lengths.tolist(), strict=True):
+        for src, dst, length in entries.rows():
             entry_id = self._engine.transfer_submit_write(state.session, src, dst, length)
             if entry_id <= 0:
                 self._let_go(state, post.entry_ids)

@@ -27,7 +27,7 @@ from kvxfer.streams.driver import Gpu
 from kvxfer.transports._engine_thread import EngineError
 from kvxfer.transports._engine_transport import UnreachablePeerError, host_id
 from kvxfer.transports._metadata import Metadata
-from kvxfer.transports._regions import Entries
+from kvxfer.transports._regions import CheckedWrite
 from kvxfer.transports._ucx_log import UcxLog
 from kvxfer.transports.base import Outcome, Region
 
@@ -229,17 +229,17 @@ class NixlEngine:
     def is_ready(self, peer: str) -> bool:
         return peer in self._peers
 
-    def post(self, peer: str, entries: Entries) -> int | None:
+    def post(self, peer: str, entries: CheckedWrite) -> int | None:
         with self._context:
             return self._post(self._peers[peer].endpoint, entries)
 
-    def _post(self, endpoint: str, entries: Entries) -> int | None:
+    def _post(self, endpoint: str, entries: CheckedWrite) -> int | None:
         with self.map_nixl_errors(Outcome.FAILED, "preparing a write"):
             # Measured on single slots: preparing each write afresh costs 20-60 us, a prepared list no less.
             handle = self._agent.createXferReq(
                 self._nixl.NIXL_WRITE,
-                self._descriptors(entries.src, entries, entries.src_gpu),
-                self._descriptors(entries.dst, entries, entries.dst_gpu),
+                self._descriptors(entries.table[:, 0], entries, entries.src_gpu),
+                self._descriptors(entries.table[:, 1], entries, entries.dst_gpu),
                 endpoint,
                 "",
                 [self._backend],
@@ -270,11 +270,13 @@ class NixlEngine:
             raise EngineError(Outcome.UNKNOWN, f"NIXL reported status {status}")
         return True
 
-    def _descriptors(self, addresses: np.ndarray[Any, np.dtype[np.uint64]], entries: Entries, gpu_index: int) -> object:
+    def _descriptors(
+        self, addresses: np.ndarray[Any, np.dtype[np.uint64]], entries: CheckedWrite, gpu_index: int
+    ) -> object:
         kind, device = self._place(gpu_index)
         table = np.empty((entries.num_entries, 3), dtype=np.uint64)
         table[:, 0] = addresses
-        table[:, 1] = entries.lengths
+        table[:, 1] = entries.table[:, 2]
         table[:, 2] = device
         return self._nixl.nixlXferDList(kind, table)
 

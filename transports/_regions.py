@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import BoundsError, ContractError, RegistrationError
-from kvxfer.transports.base import Limits, Region, RegionDescriptor, WriteBatch
+from kvxfer.transports.base import ContiguousWrite, Limits, Region, RegionDescriptor, WriteBatch
 
 _Bytes = npt.NDArray[np.uint64]
+_Table = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,30 +27,70 @@ class RemoteRegion:
     gpu_index: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """A checked batch: `src`, `dst`, `lengths` `[n]` uint64, absolute addresses and bytes, no entry of length 0.
+class OneEntry(msgspec.Struct, frozen=True, gc=False):
+    """A checked write of one entry that has some length: absolute addresses, bytes; the rest as in `Entries`."""
 
-    `src_gpu` and `dst_gpu`: index of the GPU on which each side lies, as its owner counts, -1 for host memory.
-    """
-
-    src: _Bytes
-    dst: _Bytes
-    lengths: _Bytes
+    src: int
+    dst: int
+    num_bytes: int
+    src_regions: tuple[int, ...]
     src_gpu: int = -1
     dst_gpu: int = -1
 
-    def part(self, first: int, end: int) -> Entries:
-        part = slice(first, end)
-        return Entries(self.src[part], self.dst[part], self.lengths[part], self.src_gpu, self.dst_gpu)
+    num_entries: ClassVar[int] = 1
+
+    @property
+    def least_bytes(self) -> int:
+        return self.num_bytes
+
+    def rows(self) -> tuple[tuple[int, int, int]]:
+        return ((self.src, self.dst, self.num_bytes),)
+
+    @property
+    def table(self) -> _Table:
+        return np.array(self.rows(), dtype=np.uint64)
+
+    def part(self, first: int, end: int) -> OneEntry | Entries:
+        return self if first == 0 < end else Entries(self.table[:0])
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """A checked batch of any number of entries, none of length 0.
+
+    `table`: `[n, 3]` uint64, absolute addresses of source and target, and bytes. `src_regions`: ids of the regions that
+    hold the sources. `src_gpu` and `dst_gpu`: index of the GPU on which each side lies, as its owner counts, -1 for
+    host memory.
+    """
+
+    table: _Table
+    src_regions: tuple[int, ...] = ()
+    src_gpu: int = -1
+    dst_gpu: int = -1
 
     @property
     def num_entries(self) -> int:
-        return len(self.lengths)
+        return len(self.table)
 
     @property
     def num_bytes(self) -> int:
-        return int(self.lengths[0] if len(self.lengths) == 1 else self.lengths.sum())
+        return int(self.table[:, 2].sum())
+
+    @property
+    def least_bytes(self) -> int:
+        """Of the shortest entry; 0 where there is none."""
+        return int(self.table[:, 2].min(initial=self.num_bytes))
+
+    def rows(self) -> Iterable[tuple[int, int, int]]:
+        """The table, entry by entry."""
+        return zip(*self.table.T.tolist(), strict=True)
+
+    def part(self, first: int, end: int) -> Entries:
+        """Entries [first, end), as far as there are any."""
+        return replace(self, table=self.table[first:end])
+
+
+CheckedWrite = OneEntry | Entries
 
 
 def check_new_region(region: Region, known: Iterable[Region], limits: Limits) -> None:
@@ -65,17 +108,28 @@ def check_new_region(region: Region, known: Iterable[Region], limits: Limits) ->
             )
 
 
-def checked_entries(batch: WriteBatch, local: Collection[Region], remote: dict[int, RemoteRegion]) -> Entries:
-    """Absolute addresses of `batch`, once every entry is known to lie inside one `local` and its `remote` region.
+def checked_write(
+    write: WriteBatch | ContiguousWrite, local: Mapping[int, Region], remote: Mapping[int, RemoteRegion]
+) -> CheckedWrite:
+    """Absolute addresses of `write`, once every entry is known to lie inside one `local` and its `remote` region.
 
     Raises `ContractError` for arrays that are not three equal `[n]` uint64 ones, `BoundsError` for all else.
     """
+    if isinstance(write, WriteBatch):
+        return _checked_batch(write, local, remote)
+    named, src, dst, num_bytes = write.dst_region, write.src_address, write.dst_offset, write.num_bytes
+    target = remote.get(named.region_id)
+    if target is not None and target.num_bytes == named.num_bytes and 0 <= dst < dst + num_bytes <= target.num_bytes:
+        for region_id, source in local.items():
+            if source.address <= src and src + num_bytes <= source.address + source.num_bytes:
+                return OneEntry(src, target.address + dst, num_bytes, (region_id,), source.gpu_index, target.gpu_index)
+    return _checked_batch(write.as_batch(), local, remote)  # nothing to move, or an error that names what is wrong
+
+
+def _checked_batch(batch: WriteBatch, local: Mapping[int, Region], remote: Mapping[int, RemoteRegion]) -> Entries:
     _check_arrays(batch)
     target = _target_region(batch.dst_region, remote)
     lengths = batch.lengths
-    if batch.num_entries == 1 and (source := _source_of_the_only_entry(batch, local, target)) is not None:
-        dst = batch.dst_offsets + np.uint64(target.address)
-        return Entries(batch.src_addresses, dst, lengths, source.gpu_index, target.gpu_index)
     outside = ~_inside(batch.dst_offsets, lengths, target.num_bytes)
     if outside.any():
         entry = int(outside.argmax())
@@ -84,12 +138,12 @@ def checked_entries(batch: WriteBatch, local: Collection[Region], remote: dict[i
             f"{batch.dst_region.region_id}, expected a range inside its {target.num_bytes} bytes"
         )
     found = np.zeros(len(lengths), dtype=bool)
-    src_gpus: set[int] = set()
-    for region in local:
+    sources: list[int] = []
+    for region_id, region in local.items():
         # A source below the region wraps round to an offset far above any region's size.
         inside = _inside(batch.src_addresses - np.uint64(region.address), lengths, region.num_bytes)
         if inside.any():
-            src_gpus.add(region.gpu_index)
+            sources.append(region_id)
             found |= inside
     if not found.all():
         entry = int((~found).argmax())
@@ -97,26 +151,11 @@ def checked_entries(batch: WriteBatch, local: Collection[Region], remote: dict[i
             f"entry {entry}: got source bytes [{int(batch.src_addresses[entry]):#x}, +{lengths[entry]}), "
             "expected a range inside one registered region"
         )
+    src_gpus = {local[region_id].gpu_index for region_id in sources}
     if len(src_gpus) > 1:
         raise BoundsError(f"got sources on GPUs {sorted(src_gpus)} (-1 is the host), expected one of them in a batch")
-    dst = batch.dst_offsets + np.uint64(target.address)
-    gpus = max(src_gpus, default=-1), target.gpu_index
-    kept = lengths > 0
-    if kept.all():
-        return Entries(batch.src_addresses, dst, lengths, *gpus)
-    return Entries(batch.src_addresses[kept], dst[kept], lengths[kept], *gpus)
-
-
-def _source_of_the_only_entry(batch: WriteBatch, local: Iterable[Region], target: RemoteRegion) -> Region | None:
-    """The region that holds it, where it has some length and lies where it may: what a packed segment is, in a fifth of
-    the time. None: look closer."""
-    src, dst, num_bytes = int(batch.src_addresses[0]), int(batch.dst_offsets[0]), int(batch.lengths[0])
-    if not 0 < num_bytes <= target.num_bytes - dst:
-        return None
-    for region in local:
-        if region.address <= src and src + num_bytes <= region.address + region.num_bytes:
-            return region
-    return None
+    table = np.column_stack((batch.src_addresses, batch.dst_offsets + np.uint64(target.address), lengths))
+    return Entries(table[lengths > 0], tuple(sources), max(src_gpus, default=-1), target.gpu_index)
 
 
 def _check_arrays(batch: WriteBatch) -> None:
@@ -128,7 +167,7 @@ def _check_arrays(batch: WriteBatch) -> None:
             )
 
 
-def _target_region(named: RegionDescriptor, remote: dict[int, RemoteRegion]) -> RemoteRegion:
+def _target_region(named: RegionDescriptor, remote: Mapping[int, RemoteRegion]) -> RemoteRegion:
     target = remote.get(named.region_id)
     if target is None or target.num_bytes != named.num_bytes:
         known = {region_id: region.num_bytes for region_id, region in remote.items()}

@@ -13,9 +13,11 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvxfer.errors import ContractError
 from kvxfer.streams.device import PoolHandle
 
 
@@ -47,8 +49,7 @@ class Region:
         return self.device_index if self.kind is MemoryKind.DEVICE else -1
 
 
-@dataclass(frozen=True, slots=True)
-class RegionDescriptor:
+class RegionDescriptor(msgspec.Struct, frozen=True, gc=False):
     """A registered region as peers name it."""
 
     region_id: int
@@ -77,6 +78,29 @@ class WriteBatch:
         return int(self.lengths.sum())
 
 
+class ContiguousWrite(msgspec.Struct, frozen=True, gc=False):
+    """One copy into a region of a peer, as most are: a packed slot. What a `WriteBatch` of one entry is, for less.
+
+    `src_address`: virtual address inside a registered region; `dst_offset`: bytes from the start of the peer's region.
+    """
+
+    dst_region: RegionDescriptor
+    src_address: int
+    dst_offset: int
+    num_bytes: int
+
+    def as_batch(self) -> WriteBatch:
+        """The same as arrays. Raises `ContractError` for numbers that are no uint64."""
+        try:
+            entry = np.array((self.src_address, self.dst_offset, self.num_bytes), dtype=np.uint64)
+        except OverflowError as error:
+            raise ContractError(
+                f"ContiguousWrite: got source {self.src_address}, offset {self.dst_offset}, {self.num_bytes} bytes, "
+                "expected numbers from 0 to 2**64 - 1"
+            ) from error
+        return WriteBatch(self.dst_region, entry[:1], entry[1:2], entry[2:])
+
+
 class Outcome(enum.Enum):
     """How a write ended."""
 
@@ -85,8 +109,7 @@ class Outcome(enum.Enum):
     UNKNOWN = "unknown"  # it may still read its source and write its target until rotate() or the peer's proven death
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(msgspec.Struct, frozen=True, gc=False):
     """End of one write. `detail` says what the engine reported; it is empty for `DONE`."""
 
     write_id: int
@@ -164,11 +187,11 @@ class Transport(Protocol):
         """Forget `peer`. Writes to it that are still in flight end as `FAILED` or `UNKNOWN`, never as `DONE` later."""
         ...
 
-    def submit_write(self, peer: str, batch: WriteBatch) -> int:
+    def submit_write(self, peer: str, write: WriteBatch | ContiguousWrite) -> int:
         """Start a write; returns its id, whose one `Completion` comes out of `poll()`. Writes end in any order.
 
-        Raises `BoundsError` where an entry lies outside the regions it names, `PeerLostError` for an unknown peer;
-        nothing was started then.
+        Raises `BoundsError` where an entry lies outside the regions it names, `ContractError` for what is no table of
+        entries, `PeerLostError` for an unknown peer; nothing was started then.
         """
         ...
 

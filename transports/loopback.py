@@ -7,28 +7,29 @@ GPU is published by its legacy handle, or by its descriptor, to other processes;
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from kvxfer.errors import ConfigError, PeerLostError, RegistrationError, TransportError
+from kvxfer.errors import ConfigError, PeerLostError, RegistrationError
 from kvxfer.transports._completions import CompletionQueue
 from kvxfer.transports._loopback_copies import CopyThread
-from kvxfer.transports._loopback_gpu import GpuWrites
-from kvxfer.transports._loopback_paced import PacedWrites
+from kvxfer.transports._loopback_gpu import GpuCopies
+from kvxfer.transports._loopback_paced import Copier, PacedWrites
 from kvxfer.transports._loopback_peer import LoopbackPeer, endpoint_here
+from kvxfer.transports._loopback_processes import CopyProcesses
+from kvxfer.transports._loopback_wire import Wire
 from kvxfer.transports._metadata import Metadata, PublishedRegion, decode_metadata, encode_metadata, published
-from kvxfer.transports._regions import Entries, check_new_region, checked_entries
+from kvxfer.transports._regions import CheckedWrite, check_new_region, checked_write
 from kvxfer.transports.base import (
     Completion,
+    ContiguousWrite,
     Counters,
     Limits,
     MemoryKind,
@@ -47,8 +48,7 @@ _NO_FAULTS = LoopbackFaults()  # without a draw a write
 class _Write:
     write_id: int
     peer: LoopbackPeer
-    entries: Entries
-    num_bytes: int
+    entries: CheckedWrite
     held_by_fault: bool = False
     reported: bool = False
 
@@ -76,23 +76,24 @@ class LoopbackTransport:
         self._gpu_index = gpu_index
         self.counters = Counters()
         self._faults = options.faults or _NO_FAULTS
-        self._options = options
         self._random = random.Random(self._faults.seed)
         self._ids = itertools.count(1)
         self._regions: dict[int, Region] = {}
         self._peers: dict[str, LoopbackPeer] = {}
         self._completions = CompletionQueue()
-        self._changed = threading.Condition()  # guards the schedule, the ends of writes and the counters
+        self._lock = threading.RLock()  # guards the schedule, the ends of writes and the counters
+        self._changed = threading.Condition(self._lock)
         self._due: list[tuple[float, int, Callable[[], object]]] = []
-        self._writes: dict[int, _Write] = {}  # not finished with: neither reported nor still able to move bytes
-        self._wire_free_at_s = 0.0
+        self._writes: dict[int, _Write] = {}  # the thread's, while it may move bytes of them or report their ends
+        self._wire = Wire(options)
         self._closed = False
-        self._paced: PacedWrites | GpuWrites | None = None
+        copier: Copier | None = None
         if gpu_index >= 0:
             self.limits = replace(self.limits, memory_kinds=frozenset({MemoryKind.DEVICE}))
-            self._paced = GpuWrites(gpu_index, self._completions.fileno())
+            copier = GpuCopies(gpu_index)
         elif options.num_copy_processes and self._faults is _NO_FAULTS:
-            self._paced = PacedWrites(options.num_copy_processes, self._completions.fileno())
+            copier = CopyProcesses(options.num_copy_processes, self._regions)
+        self._paced = PacedWrites(copier, self._wire, self._report, self._completions.fileno()) if copier else None
         self._copies = CopyThread("loopback-copy")
         self._thread = threading.Thread(target=self._run, name="loopback", daemon=True)
         self._thread.start()
@@ -112,8 +113,7 @@ class LoopbackTransport:
         if self._regions.pop(descriptor.region_id, None) is None:
             raise RegistrationError(f"got region {descriptor.region_id}, expected one of {sorted(self._regions)}")
         if self._paced is not None:
-            with self._giving_up(self._paced):
-                self._paced.drop_sources([descriptor.region_id])
+            self._paced.drop_sources([descriptor.region_id])
 
     def metadata(self) -> bytes:
         regions = []
@@ -131,6 +131,8 @@ class LoopbackTransport:
         added = LoopbackPeer(peer, decode_metadata(metadata, _NAME), self._gpu_index)
         self.drop_peer(peer)
         self._peers[peer] = added
+        if self._paced is not None:
+            self._paced.add_peer(added)
 
     def drop_peer(self, peer: str) -> None:
         dropped = self._peers.pop(peer, None)
@@ -138,41 +140,34 @@ class LoopbackTransport:
             return
         with self._copies.paused():
             if self._paced is not None:
-                with self._giving_up(self._paced):
-                    self._paced.drop_peer(
-                        dropped, [write.write_id for write in self._writes.values() if write.peer is dropped]
-                    )
+                self._paced.drop_peer(dropped)
             self._end_all("the peer was dropped", dropped)
             dropped.close()
 
-    def submit_write(self, peer: str, batch: WriteBatch) -> int:
+    def submit_write(self, peer: str, write: WriteBatch | ContiguousWrite) -> int:
         known = self._peers.get(peer)
         if known is None:
             raise PeerLostError(f"got peer {peer}, expected one that add_peer made known")
-        entries = checked_entries(batch, self._regions.values(), known.regions)
-        write = _Write(next(self._ids), known, entries, entries.num_bytes)
-        with self._changed:
-            self._writes[write.write_id] = write
-            if self._paced is None or not self._submit_paced(self._paced, write, batch.dst_region.region_id):
-                self._plan(write)
-        return write.write_id
+        entries = checked_write(write, self._regions, known.regions)
+        write_id = next(self._ids)
+        if self._paced is None or not self._paced.submit(write_id, known, entries, write.dst_region.region_id):
+            with self._lock:
+                self._writes[write_id] = planned = _Write(write_id, known, entries)
+                self._plan(planned)
+        return write_id
 
     def poll(self) -> list[Completion]:
         if self._paced is None:
             return self._completions.drain()
-        try:
-            ended, busy_s = self._paced.collect()
-        except (OSError, TransportError) as error:
-            self._give_up(self._paced, error)
-            return self._completions.drain()
-        if not ended:
-            return self._completions.drain()
-        with self._changed:
+        done, busy_s = self._paced.collect()
+        others = self._completions.drain()
+        if not done:
+            return others
+        with self._lock:
             self.counters.post_s += busy_s
-            for write_id in ended:
-                write = self._writes.pop(write_id)
-                self.counters.count(Outcome.DONE, write.entries.num_entries, write.num_bytes)
-        return [Completion(write_id, Outcome.DONE) for write_id in ended] + self._completions.drain()
+            for write in done:
+                self.counters.count(Outcome.DONE, write.entries.num_entries, write.entries.num_bytes)
+        return [Completion(write.write_id, Outcome.DONE) for write in done] + others
 
     def fileno(self) -> int:
         return self._completions.fileno() if self._paced is None else self._paced.fileno()
@@ -186,8 +181,7 @@ class LoopbackTransport:
             for write in [write for write in list(self._writes.values()) if write.held_by_fault]:
                 self._finish(write, Outcome.UNKNOWN, "the transport was rotated before the write had ended")
             if self._paced is not None:
-                with self._giving_up(self._paced):
-                    self._paced.drop_sources(list(self._regions))  # memory may be given back now
+                self._paced.drop_sources(list(self._regions))  # memory may be given back now
             self.counters.num_rotations += 1
 
     def close(self) -> None:
@@ -215,14 +209,14 @@ class LoopbackTransport:
         if fate == "drop":
             return
         if fate == "late":
-            self._report(write, Outcome.UNKNOWN, "injected: reported before it moved")
+            self._report_once(write, Outcome.UNKNOWN, "injected: reported before it moved")
             gone = partial(self._finish, write, Outcome.UNKNOWN, "")  # what was reported already is not again
             self._at(now_s + self._faults.late_s, partial(self._begin, write, write.entries, gone))
             return
         if fate == "fail":
             self._at(now_s + delay_s, partial(self._finish, write, Outcome.FAILED, "injected failure"))
             return
-        due_s = self._take_wire(write) + delay_s
+        due_s = self._wire.take(write.entries.num_entries, write.entries.num_bytes) + delay_s
         end = partial(self._finish, write, Outcome.DONE, "")
         if fate == "duplicate":
             again = partial(self._begin, write, write.entries, end)
@@ -236,39 +230,6 @@ class LoopbackTransport:
         else:
             # While the write holds the wire, or waits for it: nobody looks at the target before it is reported.
             self._begin(write, write.entries, partial(self._at, due_s, end))
-
-    def _take_wire(self, write: _Write) -> float:
-        """Put the write behind those before it; when it will have passed."""
-        held_s = self._options.wire_s(write.entries.num_entries, write.num_bytes)
-        self._wire_free_at_s = max(time.monotonic(), self._wire_free_at_s) + held_s
-        return self._wire_free_at_s
-
-    def _submit_paced(self, paced: PacedWrites | GpuWrites, write: _Write, dst_region: int) -> bool:
-        """Let processes copy the write, where that is worth it; whether this is so. `_changed` is held."""
-        try:
-            pieces: Any = paced.pieces(write.entries, write.peer, dst_region, self._regions)
-            if pieces is None:
-                return False
-            if write.peer.is_dead():
-                self._finish(write, Outcome.FAILED, f"process {write.peer.pid} of the peer has ended")
-            else:
-                paced.submit(write.write_id, pieces, self._take_wire(write))
-        except (OSError, TransportError) as error:
-            self._give_up(paced, error)
-            self._finish(write, Outcome.FAILED, str(error))
-        return True
-
-    def _give_up(self, paced: PacedWrites | GpuWrites, error: Exception) -> None:
-        """One of those that copy has ended: end the others, and their writes."""
-        for write_id in paced.give_up():
-            self._finish(self._writes[write_id], Outcome.FAILED, str(error))
-
-    @contextlib.contextmanager
-    def _giving_up(self, paced: PacedWrites | GpuWrites) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, TransportError) as error:
-            self._give_up(paced, error)
 
     def _draw(self) -> tuple[str, float]:
         """A write's fate, and by how many seconds it is late."""
@@ -305,7 +266,7 @@ class LoopbackTransport:
                 self._changed.wait(wait_s)
         return None
 
-    def _begin(self, write: _Write, entries: Entries, then: Callable[[], object]) -> None:
+    def _begin(self, write: _Write, entries: CheckedWrite, then: Callable[[], object]) -> None:
         """Move `entries`, then call `then`, unless the write has been ended or its peer has died meanwhile."""
 
         def is_wanted() -> bool:
@@ -317,22 +278,26 @@ class LoopbackTransport:
             if all_moved:
                 then()
             else:
-                self._finish(write, Outcome.FAILED, f"process {write.peer.pid} of the peer has ended")
+                self._finish(write, Outcome.FAILED, write.peer.end_detail)
 
         self._copies.submit(entries, is_wanted, on_end)
 
     def _finish(self, write: _Write, outcome: Outcome, detail: str) -> None:
         """End a write for good, unless it has ended."""
         if self._writes.pop(write.write_id, None) is not None:
-            self._report(write, outcome, detail)
+            self._report_once(write, outcome, detail)
 
-    def _report(self, write: _Write, outcome: Outcome, detail: str) -> None:
-        with self._changed:
+    def _report_once(self, write: _Write, outcome: Outcome, detail: str) -> None:
+        with self._lock:
             if write.reported:
                 return
             write.reported = True
-            self.counters.count(outcome, write.entries.num_entries, write.num_bytes)
-        self._completions.put(Completion(write.write_id, outcome, detail))
+        self._report(write.write_id, write.entries, outcome, detail)
+
+    def _report(self, write_id: int, entries: CheckedWrite, outcome: Outcome, detail: str) -> None:
+        with self._lock:
+            self.counters.count(outcome, entries.num_entries, entries.num_bytes)
+        self._completions.put(Completion(write_id, outcome, detail))
 
     def _end_all(self, detail: str, peer: LoopbackPeer | None = None) -> None:
         for write in [write for write in list(self._writes.values()) if peer is None or write.peer is peer]:

@@ -45,7 +45,3 @@ class LoopbackOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     descriptor_s: _Seconds = 0.0
     wire_bytes_per_s: _PositiveRate = math.inf
     num_copy_processes: _CopyProcesses = 0
-
-    def wire_s(self, num_descriptors: int, num_bytes: int) -> float:
-        """Seconds for which a write holds the wire."""
-        return max(num_descriptors * self.descriptor_s, num_bytes / self.wire_bytes_per_s)

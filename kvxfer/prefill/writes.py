@@ -10,7 +10,7 @@ from kvxfer.prefill.core import PrefillCore
 from kvxfer.prefill.links import PeerLinks
 from kvxfer.prefill.raw_pool import RawPool
 from kvxfer.sidecar import Sidecar
-from kvxfer.transports.base import Outcome, RegionDescriptor, WriteBatch
+from kvxfer.transports.base import ContiguousWrite, Outcome, RegionDescriptor, WriteBatch
 
 
 class Writes:
@@ -31,23 +31,22 @@ class Writes:
             self._core.write_ended(write.operation, Outcome.FAILED, "was not posted", now)
             return
         try:
-            write_id = self._sidecar.transport.submit_write(write.peer, self._batch(write))
+            write_id = self._sidecar.transport.submit_write(write.peer, self._entries(write))
         except TransportError as error:
             self._core.write_ended(write.operation, Outcome.FAILED, str(error), now)
             return
         self._posted[write_id] = write
         self._sidecar.trace.begin("write", write_id, write.src_slot, write.notice.segment)
 
-    def _batch(self, write: Write) -> WriteBatch:
+    def _entries(self, write: Write) -> WriteBatch | ContiguousWrite:
         hello = self._links.hello(write.peer)
         region = RegionDescriptor(hello.region_id, hello.region_bytes)
         dst_offset = write.notice.slot * hello.slot_bytes
         if write.runs is None:
             assert write.src_slot is not None
-            entry = np.array(
-                (self._sidecar.slots.address(write.src_slot), dst_offset, write.notice.num_bytes), dtype=np.uint64
+            return ContiguousWrite(
+                region, self._sidecar.slots.address(write.src_slot), dst_offset, write.notice.num_bytes
             )
-            return WriteBatch(region, entry[:1], entry[1:2], entry[2:])
         runs = write.runs
         src = runs.src_offsets.astype(np.uint64) + np.uint64(self._raw_pool.address)
         dst = runs.slot_offsets.astype(np.uint64) + np.uint64(dst_offset)

@@ -19,7 +19,7 @@ from kvxfer.prefill.agent import PrefillAgent
 from kvxfer.slots import SlotState
 from kvxfer.transfer import EventKind
 from kvxfer.transports import exit_process
-from kvxfer.transports.base import WriteBatch
+from kvxfer.transports.base import ContiguousWrite, WriteBatch
 from kvxfer.transports.loopback import LoopbackTransport
 from kvxfer.transports.loopback_options import LoopbackFaults
 from tests.faults.census import census
@@ -96,9 +96,9 @@ def hold_prefill(agent: PrefillAgent, holds: Holds) -> None:
             holds.reach("landed")
         notify(event)
 
-    def held_write(peer: str, batch: WriteBatch) -> int:
+    def held_write(peer: str, write: WriteBatch | ContiguousWrite) -> int:
         holds.reach(ABOUT_TO_WRITE)
-        write_id = submit_write(peer, batch)
+        write_id = submit_write(peer, write)
         holds.reach("write in flight")
         return write_id
 

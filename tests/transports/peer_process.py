@@ -19,7 +19,15 @@ import numpy.typing as npt
 
 from kvxfer.errors import KvxferError
 from kvxfer.memory import HostMemory
-from kvxfer.transports import MemoryKind, Region, RegionDescriptor, WriteBatch, create_transport, exit_process
+from kvxfer.transports import (
+    ContiguousWrite,
+    MemoryKind,
+    Region,
+    RegionDescriptor,
+    WriteBatch,
+    create_transport,
+    exit_process,
+)
 
 
 def strided(count: int, length: int, src_stride: int, dst_stride: int) -> list[list[int]]:
@@ -62,10 +70,16 @@ class Peer:
     def path(self, peer: str) -> str:
         return self.transport.path(peer)
 
-    def write(self, peer: str, entries: list[list[int]], region: list[int] | None = None) -> int:
-        """Submit one batch; source offsets count from the start of this side's memory."""
-        columns = np.array(entries, dtype=object).reshape(-1, 3)
+    def write(
+        self, peer: str, entries: list[list[int]], region: list[int] | None = None, contiguous: bool = False
+    ) -> int:
+        """Submit one write, as a table or as the one entry that it is; source offsets count from the start of this
+        side's memory."""
         target = RegionDescriptor(*(region or (self.descriptor.region_id, self.memory.num_bytes)))
+        if contiguous:
+            ((src, dst, length),) = entries
+            return self.transport.submit_write(peer, ContiguousWrite(target, self.memory.address + src, dst, length))
+        columns = np.array(entries, dtype=object).reshape(-1, 3)
         src_addresses = _words(self.memory.address + columns[:, 0])
         batch = WriteBatch(target, src_addresses, _words(columns[:, 1]), _words(columns[:, 2]))
         return self.transport.submit_write(peer, batch)

@@ -11,20 +11,25 @@ from tests.transports.peers import POISON, PeerError, PeerProcess, assert_same_b
 Pair = tuple[PeerProcess, PeerProcess]
 
 
-def test_one_contiguous_write_is_exact(pair: Pair) -> None:
+FORMS = pytest.mark.parametrize("contiguous", [False, True], ids=["table", "contiguous"])
+
+
+@FORMS
+def test_one_contiguous_write_is_exact(pair: Pair, contiguous: bool) -> None:
     writer, target = pair
     entries = [[4096, 12345, 3 << 20]]
     expected = copied(writer, target, entries)
-    write_id = writer.call("write", peer=target.incarnation, entries=entries)
+    write_id = writer.call("write", peer=target.incarnation, entries=entries, contiguous=contiguous)
     assert writer.outcomes(1) == {write_id: "done"}
     assert_same_bytes(target.bytes, expected)
 
 
 def test_a_write_that_is_done_has_landed(pair: Pair) -> None:
     writer, target = pair
+    whole = [[0, 0, writer.bytes.size]]
     for round_number in range(20):
         writer.bytes[:] = round_number
-        writer.call("write", peer=target.incarnation, entries=[[0, 0, writer.bytes.size]])
+        writer.call("write", peer=target.incarnation, entries=whole, contiguous=round_number % 2 == 0)
         assert set(writer.outcomes(1).values()) == {"done"}
         assert (target.bytes == round_number).all()
 
@@ -40,10 +45,14 @@ def test_scattered_entries_of_any_length_are_exact(pair: Pair) -> None:
     assert_same_bytes(target.bytes, expected)
 
 
-@pytest.mark.parametrize("entries", [[], [[0, 0, 0]]], ids=["no entries", "an empty entry"])
-def test_a_write_of_nothing_is_done(pair: Pair, entries: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    ("entries", "contiguous"),
+    [([], False), ([[0, 0, 0]], False), ([[0, 0, 0]], True)],
+    ids=["no entries", "an empty entry", "an empty contiguous one"],
+)
+def test_a_write_of_nothing_is_done(pair: Pair, entries: list[list[int]], contiguous: bool) -> None:
     writer, target = pair
-    writer.call("write", peer=target.incarnation, entries=entries)
+    writer.call("write", peer=target.incarnation, entries=entries, contiguous=contiguous)
     assert set(writer.outcomes(1).values()) == {"done"}
     assert (target.bytes == POISON).all()
 
@@ -81,21 +90,25 @@ def test_a_batch_with_one_entry_out_of_bounds_writes_nothing(pair: Pair, entry: 
     writer, target = pair
     with pytest.raises(PeerError, match=r"BoundsError: entry 1: .* expected a range inside"):
         writer.call("write", peer=target.incarnation, entries=[[0, 0, 100], entry, [200, 200, 100]])
+    with pytest.raises(PeerError, match=r"BoundsError: entry 0: .* expected a range inside"):
+        writer.call("write", peer=target.incarnation, entries=[entry], contiguous=True)
     assert writer.outcomes(1, timeout_s=0.05) == {}
     assert (target.bytes == POISON).all()
 
 
-def test_a_region_that_the_peer_does_not_have_is_refused(pair: Pair) -> None:
+@FORMS
+def test_a_region_that_the_peer_does_not_have_is_refused(pair: Pair, contiguous: bool) -> None:
     writer, target = pair
     for region in ([999, _SIZE], [1, _SIZE + 1]):
         with pytest.raises(PeerError, match="BoundsError: got region"):
-            writer.call("write", peer=target.incarnation, entries=[[0, 0, 1]], region=region)
+            writer.call("write", peer=target.incarnation, entries=[[0, 0, 1]], region=region, contiguous=contiguous)
     assert (target.bytes == POISON).all()
 
 
-def test_an_unknown_peer_is_refused(pair: Pair) -> None:
+@FORMS
+def test_an_unknown_peer_is_refused(pair: Pair, contiguous: bool) -> None:
     with pytest.raises(PeerError, match="PeerLostError: got peer nobody"):
-        pair[0].call("write", peer="nobody", entries=[[0, 0, 1]])
+        pair[0].call("write", peer="nobody", entries=[[0, 0, 1]], contiguous=contiguous)
 
 
 def test_metadata_that_is_none_is_refused(pair: Pair) -> None:
@@ -186,9 +199,11 @@ def test_counters_add_up(pair: Pair) -> None:
     writer, target = pair
     before = writer.call("facts")
     writer.call("write", peer=target.incarnation, entries=[[0, 0, 100], [200, 200, 50]])
-    writer.outcomes(1)
+    writer.call("write", peer=target.incarnation, entries=[[0, 0, 1 << 20]], contiguous=True)
+    writer.outcomes(2)
     after = writer.call("facts")
-    assert [after[key] - before[key] for key in ("num_writes", "num_descriptors", "num_bytes")] == [1, 2, 150]
+    added = [after[key] - before[key] for key in ("num_writes", "num_descriptors", "num_bytes")]
+    assert added == [2, 3, 150 + (1 << 20)]
 
 
 def test_torch_is_not_imported_and_an_idle_process_rests(pair: Pair) -> None:

@@ -12,7 +12,7 @@ import pytest
 from kvxfer.transports import Counters, Outcome
 from kvxfer.transports._completions import CompletionQueue
 from kvxfer.transports._engine_thread import EngineError, EngineThread
-from kvxfer.transports._regions import Entries
+from kvxfer.transports._regions import CheckedWrite, Entries
 
 
 class FakeEngine:
@@ -34,10 +34,10 @@ class FakeEngine:
     def is_ready(self, peer: str) -> bool:
         return peer not in self.unready
 
-    def post(self, peer: str, entries: Entries) -> int | None:
+    def post(self, peer: str, entries: CheckedWrite) -> int | None:
         if self.refuse is not None:
             raise self.refuse
-        self.posted.append((peer, int(entries.src[0]), entries.num_entries))
+        self.posted.append((peer, next(iter(entries.rows()))[0], entries.num_entries))
         return None if self.inline else next(self._tokens)
 
     def check(self, token: int) -> bool:
@@ -64,7 +64,7 @@ class Harness:
 
     def submit(self, write_id: int, peer: str, num_entries: int) -> None:
         numbers = np.arange(num_entries, dtype=np.uint64) + np.uint64(1000 * write_id)
-        self.thread.submit(write_id, peer, Entries(numbers, numbers, np.ones(num_entries, dtype=np.uint64)))
+        self.thread.submit(write_id, peer, Entries(np.column_stack((numbers, numbers, np.ones_like(numbers)))))
 
     def settle(self) -> None:
         """Wait until the thread has taken every command and looked at the engine once more."""

@@ -19,6 +19,7 @@ import pytest
 from kvxfer.errors import BoundsError, PeerLostError, RegistrationError
 from kvxfer.memory import HostMemory
 from kvxfer.transports import Outcome, Region, RegionDescriptor, WriteBatch
+from kvxfer.transports._loopback_programs import ANSWER, END, Pacer
 from kvxfer.transports.loopback import LoopbackTransport
 from kvxfer.transports.loopback_options import LoopbackFaults, LoopbackOptions
 from tests.patience import until
@@ -191,6 +192,9 @@ def test_processes_copy_large_writes_and_a_thread_small_ones(make_lane: MakeLane
     sizes = [(11 << 20) + 7, (4 << 20) - 1, 1 << 20, 3, 2 << 20, 70_000]
     firsts = np.cumsum([0, *(size + 1 for size in sizes)])[:-1].tolist()
     write_ids = {lane.write(first=first, length=size) for first, size in zip(firsts, sizes, strict=True)}
+    write_ids.add(lane.write(first=20 << 20, count=3, length=(1 << 20) + 5))
+    firsts.append(20 << 20)
+    sizes.append((3 << 20) + 15)
     assert lane.ends(len(sizes)) == dict.fromkeys(write_ids, Outcome.DONE)
     expected = np.zeros(lane.source.num_bytes, dtype=np.uint8)
     for first, size in zip(firsts, sizes, strict=True):
@@ -211,12 +215,33 @@ def test_a_write_that_processes_copy_is_reported_no_earlier_than_the_wire_lets_i
     assert select.select([lane.transport.fileno()], [], [], 0.05)[0] == []
 
 
-def test_more_parts_than_are_given_out_at_a_time_all_arrive_also_across_a_rotation(make_lane: MakeLane) -> None:
-    lane = make_lane(LoopbackOptions(num_copy_processes=2), 4 << 20)
-    write_ids = {lane.write(first=i % 8 * 300_000, count=1, length=300_000) for i in range(600)}
+def test_the_pacer_holds_ends_back_until_all_parts_are_copied_and_the_wire_lets_them_pass() -> None:
+    def answer(job: int, due_s: float, num_parts: int) -> bytes:
+        return ANSWER.pack(job, due_s, num_parts, 1000)
+
+    def ended(pacer: Pacer) -> list[tuple[int, int]]:
+        return list(END.iter_unpack(pacer.ends()))
+
+    now_s = time.monotonic()
+    pacer = Pacer()
+    pacer.hear(answer(3, now_s + 0.3, 1) + answer(2, now_s, 2) + answer(1, now_s, 1))
+    assert ended(pacer) == [(1, 1000)]
+    pacer.hear(answer(2, now_s, 2))
+    assert ended(pacer) == [(2, 2000)]
+    pacer.hear(answer(5, now_s + 0.1, 1) + answer(4, now_s + 0.05, 1))
+    assert ended(pacer) == []
+    time.sleep(0.15)
+    assert ended(pacer) == [(4, 1000), (5, 1000)]
+    time.sleep(0.2)
+    assert ended(pacer) == [(3, 1000)]
+
+
+def test_more_writes_than_processes_take_at_a_time_all_arrive_also_across_a_rotation(make_lane: MakeLane) -> None:
+    lane = make_lane(LoopbackOptions(num_copy_processes=2, wire_bytes_per_s=1e9), 4 << 20)
+    write_ids = {lane.write(first=i % 8 * 300_000, count=1, length=300_000) for i in range(1100)}
     lane.transport.rotate()
     write_ids |= {lane.write(length=4 << 20)}
-    assert lane.ends(601) == dict.fromkeys(write_ids, Outcome.DONE)
+    assert lane.ends(1101, timeout_s=20.0) == dict.fromkeys(write_ids, Outcome.DONE)
     assert lane.target.array.all()
 
 
@@ -245,13 +270,14 @@ def _children() -> list[int]:
     return [int(pid) for pid in pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
-def test_writes_fail_once_a_process_that_copies_has_been_killed(make_lane: MakeLane) -> None:
+@pytest.mark.parametrize("which", [0, 2], ids=["copies", "paces"])
+def test_writes_fail_once_a_process_of_the_wire_has_been_killed(make_lane: MakeLane, which: int) -> None:
     before = set(_children())
     lane = make_lane(LoopbackOptions(num_copy_processes=2, wire_bytes_per_s=1e6))
-    pids = set(_children()) - before
-    assert len(pids) == 2
+    pids = sorted(set(_children()) - before)
+    assert len(pids) == 3
     under_way = [lane.write() for _ in range(2)]
-    os.kill(min(pids), signal.SIGKILL)
+    os.kill(pids[which], signal.SIGKILL)
     assert lane.ends(2) == dict.fromkeys(under_way, Outcome.FAILED)
     assert set(_children()) == before
     late = [lane.write(), lane.write(length=100)]
@@ -260,7 +286,7 @@ def test_writes_fail_once_a_process_that_copies_has_been_killed(make_lane: MakeL
     lane.transport.drop_peer("self")
 
 
-def test_processes_that_copy_end_with_the_one_that_was_killed() -> None:
+def test_processes_of_the_wire_end_with_the_one_that_was_killed() -> None:
     program = (
         "import os, sys, time\n"
         "from kvxfer.transports.loopback import LoopbackTransport\n"
@@ -273,7 +299,7 @@ def test_processes_that_copy_end_with_the_one_that_was_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         pids = [int(pid) for pid in process.stdout.readline().split()]
-        assert len(pids) == 2
+        assert len(pids) == 3
         ends = [os.pidfd_open(pid) for pid in pids]
         time.sleep(0.3)  # they have asked to be killed
         process.kill()

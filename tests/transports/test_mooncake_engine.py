@@ -77,8 +77,7 @@ def _peer(endpoint: str, session: bytes = b"10.0.0.1:15000") -> Metadata:
 
 
 def _entries(count: int) -> Entries:
-    ones = np.ones(count, dtype=np.uint64)
-    return Entries(ones, ones, ones)
+    return Entries(np.ones((count, 3), dtype=np.uint64))
 
 
 def _wait_for_threads() -> None:
