@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvxfer.addresses import BlockAddresses
 from kvxfer.errors import IntegrityError
@@ -43,8 +43,7 @@ class RowSum:
     expected: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One segment of a chunk that is to be moved: out of the worker's pool into a slot, or the other way round."""
 
     operation: int
@@ -63,8 +62,7 @@ class PeerRows:
     addresses: tuple[BlockAddresses, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(NamedTuple):
     """A move has ended. `was_begun` is False where its cancel flag was set in time."""
 
     operation: int

@@ -81,7 +81,9 @@ def test_the_agent_sees_to_sums(way: str, is_right: bool) -> None:
 
 
 def test_an_agent_that_is_gone_is_noticed() -> None:
-    with Agent() as agent, Ring.create(1, 1).memory as memory:
-        agent.start(Ring(memory, 2), Task("skip", 1))  # no ring of two lanes
+    ring = Ring.create(1, 1)
+    with Agent() as agent, ring.memory:
+        ring.num_lanes = 2  # it has room for one
+        agent.start(ring, Task("skip", 1))
         with pytest.raises(SystemExit, match="has ended"):
             until_told(agent)

@@ -7,7 +7,6 @@ for an order: load what you can before.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Final
 
 import numpy as np
@@ -232,7 +231,7 @@ class CudaRowStream:
         dst[:] = 0
         span, summed = _WARM_UP_ROW, SumOrder(kind, _WARM_UP_DST)
         if kind is SumKind.CHECKED:
-            span = dataclasses.replace(span, src_memory=MemoryIndex.STAGING, src_first_byte=0)
+            span = span._replace(src_memory=MemoryIndex.STAGING, src_first_byte=0)
             summed = SumOrder(kind, _WARM_UP_SRC, _WARM_UP_BYTES, row_sum(src))
         ring.fill_lane(0, [span], np.empty(0, dtype=np.int64), summed)
         ring.order(0, code)

@@ -1,29 +1,28 @@
 """A thread that looks at the words of a ring in place of the agent's loop, which sleeps, and wakes it.
 
-It does nothing else: what a word means is for the loop to see. So the loop holds no lock, and a look costs the
-interpreter that all threads of an agent share as little as it can.
+It does nothing else: what a word means is for the loop to see. While the loop is in a turn the thread sleeps: one that
+waits for the interpreter makes every call slower in which the loop lets go of it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvxfer.streams.ring import Ring
 
-_FIRST_NAP_S: Final = 50e-6
+_FIRST_NAP_S: Final = 40e-6
 _MAX_NAP_S: Final = 1e-3
 _MAX_LAZY_NAP_S: Final = 25e-3
 _LOOKS_PER_NAP: Final = 20  # without news, before naps get longer
-_LOOKS_AFTER_NEWS: Final = 5  # before it sleeps until it is told what to wait for
 _MAX_DOUBLINGS: Final = 10  # of naps, however long there is no news
+_SET_TIMER_SLACK: Final = 29  # PR_SET_TIMERSLACK: for the thread that calls it, in nanoseconds
+_libc = ctypes.CDLL(None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Awaited:
+class Awaited(NamedTuple):
     """Which change of a word the loop waits for: any of those that are not None."""
 
     done: int | None = None
@@ -46,62 +45,66 @@ class Awaited:
 
 
 class RingWatch:
-    """Calls `wake` in a thread of its own, once for each thing that is awaited. `ring` must outlive `close()`."""
+    """Calls `wake` in a thread of its own, once for each call of `wait_for`. `ring` must outlive `close()`."""
 
     def __init__(self, ring: Ring, wake: Callable[[], None]) -> None:
         self._ring = ring
         self._wake = wake
         self._awaited: Awaited | None = None
-        self._news = threading.Event()
-        self._is_asleep = False  # until there is news, or for long: it must be told
+        self._bell = threading.Lock()  # let go of to wake the thread, which takes it
+        self._is_asleep = False  # until the bell rings, or for long
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kvxfer-ring-watch", daemon=True)
         self._thread.start()
 
-    def wait_for(self, awaited: Awaited | None) -> None:
-        """Wake the loop when this has come, in place of what was awaited before."""
+    def wait_for(self, awaited: Awaited) -> None:
+        """The loop is about to sleep: wake it when this has come."""
         self._awaited = awaited
         if self._is_asleep:
-            self._news.set()
+            self._ring_bell()
+
+    def rest(self) -> None:
+        """The loop is awake, or nothing is awaited any more."""
+        self._awaited = None
 
     def close(self) -> None:
         """End the thread. Calling it again does nothing."""
         self._is_closed = True
-        self._news.set()
+        self._ring_bell()
         self._thread.join()
 
+    def _ring_bell(self) -> None:
+        if self._bell.locked():  # by the thread, and nobody else lets go of it
+            self._bell.release()
+
     def _run(self) -> None:
+        _libc.prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)  # naps would last twice as long
         told: Awaited | None = None  # has come, and the loop was woken for it
         last: Awaited | None = None  # looked at last
-        num_idle = 0
+        num_looks = 0  # at that, in vain
         while not self._is_closed:
             awaited = self._awaited
-            num_idle = num_idle + 1 if awaited is last else 0
-            last = awaited
             if awaited is None or awaited is told:
-                # A loop that is at work will soon wait again, and to be woken by it costs more than some naps.
-                nap_s, is_over = _FIRST_NAP_S if num_idle < _LOOKS_AFTER_NEWS else _MAX_NAP_S, True
-            elif awaited.has_come(self._ring):
+                self._sleep(awaited, None)
+                continue
+            if awaited.has_come(self._ring):
                 told = awaited
                 self._wake()
                 continue
-            else:
-                nap_s, is_over = _nap_s(num_idle, is_urgent=awaited.is_urgent), False
-            if nap_s <= _FIRST_NAP_S:
-                time.sleep(nap_s)
-            else:
-                self._sleep(awaited, None if is_over else nap_s)
+            num_looks = num_looks + 1 if awaited == last else 0
+            last = awaited
+            self._sleep(awaited, _nap_s(num_looks, is_urgent=awaited.is_urgent))
 
-    def _sleep(self, awaited: Awaited | None, timeout_s: float | None) -> None:
-        """Sleep until something else than `awaited` is awaited, for at most `timeout_s`."""
-        self._is_asleep = True  # said first, then looked: `wait_for` does it the other way round
+    def _sleep(self, awaited: Awaited | None, nap_s: float | None) -> None:
+        """Until the bell rings, for at most `nap_s`. In the shortest nap it is not rung."""
+        if nap_s != _FIRST_NAP_S:
+            self._is_asleep = True  # said first, then looked: `wait_for` does it the other way round
         if self._awaited is awaited and not self._is_closed:
-            self._news.wait(timeout_s)
+            self._bell.acquire(timeout=-1 if nap_s is None else nap_s)
         self._is_asleep = False
-        self._news.clear()
 
 
-def _nap_s(num_idle: int, *, is_urgent: bool) -> float:
-    """How long to sleep after so many looks without news."""
-    nap_s: float = _FIRST_NAP_S * 2 ** min(num_idle // _LOOKS_PER_NAP, _MAX_DOUBLINGS)
+def _nap_s(num_looks: int, *, is_urgent: bool) -> float:
+    """How long to sleep after so many looks in vain."""
+    nap_s: float = _FIRST_NAP_S * 2 ** min(num_looks // _LOOKS_PER_NAP, _MAX_DOUBLINGS)
     return min(nap_s, _MAX_NAP_S if is_urgent else _MAX_LAZY_NAP_S)

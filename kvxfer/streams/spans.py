@@ -11,6 +11,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,17 +36,16 @@ class PoolSide:
 
 @dataclass(frozen=True, slots=True)
 class SlotSide:
-    """Rows lie one behind the other in the `num_bytes` from `first_byte` of the memory `memory`."""
+    """Rows lie one behind the other in a slot of `num_bytes` of the memory `memory`, which begins at a multiple of
+    these. Orders say the first one; which it is, whoever writes them into a lane adds."""
 
     memory: int
     num_bytes: int
-    first_byte: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Order:
+class Order(NamedTuple):
     """What one entry moves: at most `MAX_SPANS` spans as they lie in a lane, `[num_spans, SPAN_WORDS]` int64, and the
-    tables that they name, `[num_offsets]` int64."""
+    tables that they name, `[num_offsets]` int64. Not to be written to: others may share them."""
 
     span_words: Int64Array
     offsets: Int64Array
@@ -181,9 +181,9 @@ def _place_in_slot(places: Int64Array, side: SlotSide, block: Block, cut: Int64A
     end_bytes = int(cut[-1, _SLOT_OFFSET] + (cut[-1, _END_ROW] - cut[-1, _FIRST_ROW]) * block.row_bytes)
     if end_bytes > side.num_bytes:
         raise LayoutError(f"slot: got {side.num_bytes} bytes, expected at least {end_bytes} for the segment")
-    places[:, 1] = cut[: len(places), _SLOT_OFFSET] + side.first_byte
+    places[:, 1] = cut[: len(places), _SLOT_OFFSET]
     places[:, 2] = LINEAR
-    return places[:, 1]
+    return places[:, 1] | side.num_bytes  # wherever the slot begins
 
 
 def _place_folded(
@@ -233,7 +233,7 @@ def _touch(offsets: Int64Array, row_bytes: int) -> bool:
     # Looking at the ends first spares most tables the pass over all.
     if int(offsets[-1]) - int(offsets[0]) != (offsets.size - 1) * row_bytes:
         return False
-    return bool((np.diff(offsets) == row_bytes).all())
+    return bool((offsets[1:] - offsets[:-1] == row_bytes).all())
 
 
 def _check_rows(side: PoolSide, block: Block, lowest: int, highest: int) -> None:

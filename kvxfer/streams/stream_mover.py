@@ -16,10 +16,10 @@ from functools import partial
 
 from kvxfer.errors import LayoutError
 from kvxfer.operations import Move, Moved, MoveReports, PeerRows, SegmentSource, failed
+from kvxfer.ownership import Int64Array
 from kvxfer.row_sums import BLOCK_BYTES
-from kvxfer.streams.chunk_orders import ChunkOrders
-from kvxfer.streams.order_book import OrderBook
-from kvxfer.streams.ring import NO_SUM, SRC_MEMORY_COLUMN, MemoryIndex, OrderCode, Ring, SumKind, SumOrder
+from kvxfer.streams.order_book import OrderBook, SlotOrders
+from kvxfer.streams.ring import NO_SUM, OrderCode, Ring, SumKind, SumOrder
 from kvxfer.streams.ring_watch import Awaited, RingWatch
 from kvxfer.streams.stream_operation import Look, Operation, Running
 
@@ -48,6 +48,7 @@ class StreamMover:
         self._checked: deque[tuple[Operation, BaseException | None]] = deque()  # whose slot was looked at, by threads
         self._free_lanes = list(range(ring.num_lanes))
         self._next_number = 0  # of the entry that gets an order next
+        self._num_waiting = 0  # orders of what waits
         self._num_checked = 0  # orders of operations whose slot is looked at first
         self._num_expected = 0
         self._num_wanted = 0
@@ -87,22 +88,30 @@ class StreamMover:
 
     def gather(self, move: Move, slot: int, look: Look | None) -> None:
         """`RowExecutor.gather`."""
-        orders = self._orders.gathers(move.source)
-        first_byte = slot * self._slot_bytes
-        summed = NO_SUM if move.row_sum is None else SumOrder(SumKind.MOVED, first_byte)
-        self._submit(move, orders, first_byte, summed, look_after=look)
+        way = self._orders.gathers
+        summed = NO_SUM if move.row_sum is None else SumOrder(SumKind.MOVED, slot * self._slot_bytes)
+        operation = self._operation(move, way, way.added(slot), summed, look)
+        if operation is not None:
+            self._add(operation)
 
     def scatter(self, move: Move, slot: int, look: Look | None) -> None:
         """`RowExecutor.scatter`."""
-        orders = self._orders.scatters(move.source)
-        first_byte = slot * self._slot_bytes
-        if move.row_sum is None:
-            self._submit(move, orders, first_byte, look_before=look)
+        way, row_sum = self._orders.scatters, move.row_sum
+        if row_sum is not None:
+            # Each order stages and sums the whole segment, also one of several: what another found may not hold any
+            # more.
+            first_byte = slot * self._slot_bytes
+            summed = SumOrder(SumKind.CHECKED, first_byte, row_sum.num_bytes, row_sum.expected)
+            operation = self._operation(move, way, self._orders.from_staging, summed)
+        else:
+            operation = self._operation(move, way, way.added(slot))
+        if operation is None:
             return
-        # Each order stages and sums the whole segment, also one of several: what another found may not hold any more.
-        row_sum = move.row_sum
-        summed = SumOrder(SumKind.CHECKED, first_byte, row_sum.num_bytes, row_sum.expected)
-        self._submit(move, orders, 0, summed)
+        if row_sum is not None or look is None:
+            self._add(operation)
+            return
+        self._num_checked += len(operation.orders)
+        self._mover.call(look).add_done_callback(partial(self._slot_checked, operation))
 
     def prepare_pull(self, source: SegmentSource, src: PeerRows) -> None:
         """`RowExecutor.prepare_pull`. What is wrong with it is for the pull to say."""
@@ -116,7 +125,7 @@ class StreamMover:
         except LayoutError as error:
             self._mover.report(failed(move.operation, move.segment, error))
             return
-        self._add(Operation(move, deque(orders), None, NO_SUM, peer=src.index, look_at_end=look))
+        self._add(Operation(move, orders[::-1], 0, NO_SUM, None, src.index, look))
 
     def uses_peer(self, index: int) -> bool:
         """Whether an order that was given, or is to be given, names the memory of that index."""
@@ -129,30 +138,22 @@ class StreamMover:
         self._must_rest = must_rest
         self._advance()
 
-    def _submit(
+    def _operation(
         self,
         move: Move,
-        orders_of: ChunkOrders,
-        slot_first_byte: int,
+        way: SlotOrders,
+        added: Int64Array,
         summed: SumOrder = NO_SUM,
-        *,
-        look_before: Look | None = None,
         look_after: Look | None = None,
-    ) -> None:
+    ) -> Operation | None:
+        """None where it has failed already."""
         try:
-            orders = orders_of.segment(move.segment, slot_first_byte)
+            orders = way.chunk(move.source).segment(move.segment)
         except LayoutError as error:
             self._mover.report(failed(move.operation, move.segment, error))
-            return
-        if summed.kind is SumKind.CHECKED:
-            for order in orders:
-                order.span_words[:, SRC_MEMORY_COLUMN] = MemoryIndex.STAGING
-        operation = Operation(move, deque(orders), look_after, summed)
-        if look_before is None:
-            self._add(operation)
-            return
-        self._num_checked += len(orders)
-        self._mover.call(look_before).add_done_callback(partial(self._slot_checked, operation))
+            return None
+        orders.reverse()
+        return Operation(move, orders, added, summed, look_after)
 
     def _slot_checked(self, operation: Operation, future: Future[object]) -> None:
         """The slot of a scatter was looked at. Called by the thread that did."""
@@ -167,6 +168,7 @@ class StreamMover:
             self._mover.report(Moved(operation.move.operation, 0.0, self._error, was_begun=True))
             return
         self._waiting.append(operation)
+        self._num_waiting += len(operation.orders)
 
     def expect(self, num_moves: int, ready: int) -> None:
         """`RowExecutor.expect`."""
@@ -182,7 +184,9 @@ class StreamMover:
 
     def look(self) -> list[Moved]:
         """`RowExecutor.look`."""
-        self._take_checked()
+        self._watch.rest()
+        if self._checked:
+            self._take_checked()
         self._end_done()
         ended, self._ended = self._ended, []
         return ended
@@ -196,24 +200,22 @@ class StreamMover:
         self._error = error
         self._num_expected = self._ready = 0
         operations = list(dict.fromkeys([*(each.operation for each in self._running), *self._waiting]))
-        self._waiting.clear()
         self._skip_all()
-        self._running.clear()
-        self._watch.wait_for(None)
+        self._watch.rest()
         self._ended += [Moved(each.move.operation, 0.0, error, was_begun=True) for each in operations]
         self._mover.report(None)
 
     def close(self) -> None:
         """Skip whatever is enqueued, so that no stream is left waiting, and end the thread. Nothing is reported any
         more. Calling it again does nothing."""
-        self._waiting.clear()
         self._skip_all()
-        self._running.clear()
         self._watch.close()
 
     def _skip_all(self) -> None:
-        for running in self._running:
-            self._ring.order(running.number, OrderCode.SKIP)
+        self._waiting.clear()
+        self._num_waiting = 0
+        while self._running:
+            self._ring.order(self._running.popleft().number, OrderCode.SKIP)
         while self._next_number < self._num_enqueued():
             self._skip_next()
 
@@ -226,17 +228,18 @@ class StreamMover:
             return
         self._cancel()
         self._give()
+        running, ready = self._running, self._ready
         is_short = bool(self._waiting and self._free_lanes and not self._is_held)
-        has_surplus = self._has_surplus()
-        if not (self._running or is_short or has_surplus or self._ready):
-            self._watch.wait_for(None)
+        wants_entries = is_short or self._has_surplus()
+        if not (running or wants_entries or ready):
+            self._watch.rest()
             return
         self._watch.wait_for(
             Awaited(
-                done=self._running[0].number if self._running else None,
-                enqueued=self._next_number + 1 if is_short or has_surplus else None,
-                timeline=self._ready or None,
-                is_urgent=bool(self._running or self._waiting or self._ready),
+                running[0].number if running else None,
+                self._next_number + 1 if wants_entries else None,
+                ready or None,
+                bool(running or self._waiting or ready),
             )
         )
 
@@ -251,25 +254,25 @@ class StreamMover:
                 self._ended.append(failed(operation.move.operation, operation.move.segment, problem))
 
     def _end_done(self) -> None:
-        while self._running and self._ring.is_done(self._running[0].number):
-            running = self._running.popleft()
-            self._free_lanes.append(running.lane)
-            running.operation.num_running -= 1
-            running.operation.take_sum(self._ring, running.number)
-            self._end_if_over(running.operation)
+        running, ring = self._running, self._ring
+        while running and ring.is_done(running[0].number):
+            number, lane, operation = running.popleft()
+            self._free_lanes.append(lane)
+            operation.num_running -= 1
+            operation.take_sum(ring, number)
+            self._end_if_over(operation)
 
     def _cancel(self) -> None:
         """Orders whose flag is set: those that no entry has are dropped, the others skipped if they have not begun."""
-        operations = [*self._waiting, *(running.operation for running in self._running)]
-        if not any(each.move.cancel.is_set for each in operations):
-            return
-        for operation in dict.fromkeys(operations):
-            if not operation.move.cancel.is_set or operation.is_cancelled:
+        operations = [*self._waiting, *[running.operation for running in self._running]]
+        for operation in [each for each in operations if each.move.cancel.is_set and not each.is_cancelled]:
+            if operation.is_cancelled:  # it has several entries
                 continue
             operation.is_cancelled = True
-            operation.orders.clear()
-            if operation in self._waiting:
+            if operation.orders:
                 self._waiting.remove(operation)
+                self._num_waiting -= len(operation.orders)
+                operation.orders.clear()
             for running in self._running:
                 if running.operation is operation:
                     self._ring.order(running.number, OrderCode.SKIP)
@@ -277,19 +280,19 @@ class StreamMover:
 
     def _give(self) -> None:
         """Give orders to entries that have none, and skip those that nothing will follow for."""
-        num_enqueued = self._num_enqueued()
+        num_enqueued, ring = self._num_enqueued(), self._ring
         while self._waiting and self._free_lanes and self._next_number < num_enqueued and not self._is_held:
-            operation = self._waiting[0]
-            order = operation.orders.popleft()
+            operation, lane, number = self._waiting[0], self._free_lanes.pop(), self._next_number
+            span_words, offsets = operation.orders.pop()
             if not operation.orders:
                 self._waiting.popleft()
+            self._num_waiting -= 1
             operation.began_s = operation.began_s or time.perf_counter()
-            lane = self._free_lanes.pop()
-            self._ring.fill_lane_words(lane, order.span_words, order.offsets, operation.summed)
-            self._ring.order(self._next_number, OrderCode.RUN, lane)
-            self._running.append(Running(self._next_number, lane, operation))
+            ring.fill_lane_words(lane, span_words, offsets, operation.summed, operation.added)
+            ring.order(number, OrderCode.RUN, lane)
+            self._running.append(Running(number, lane, operation))
             operation.num_running += 1
-            self._next_number += 1
+            self._next_number = number + 1
         while self._next_number < num_enqueued and self._has_surplus():
             self._skip_next()
 
@@ -303,8 +306,7 @@ class StreamMover:
 
     def _num_needed(self) -> int:
         """Entries, since the ring was made, for what was given, waits and is expected."""
-        num_waiting = sum(len(operation.orders) for operation in self._waiting)
-        return self._next_number + num_waiting + self._num_checked + self._num_expected
+        return self._next_number + self._num_waiting + self._num_checked + self._num_expected
 
     def _num_enqueued(self) -> int:
         """More than were asked for would be the fault of the stream's owner, and must not lead the ring astray."""

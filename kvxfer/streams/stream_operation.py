@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvxfer.errors import IntegrityError, KvxferError
 from kvxfer.operations import Move, Moved, failed
+from kvxfer.ownership import Int64Array
 from kvxfer.row_sums import MODULUS
 from kvxfer.streams.ring import Ring, SumKind, SumOrder
 from kvxfer.streams.spans import Order
@@ -20,14 +21,15 @@ class Operation:
     """A move between submit and end."""
 
     move: Move
-    orders: deque[Order]  # that no entry has yet
-    look_after: Look | None
+    orders: list[Order]  # that no entry has yet, the next one last
+    added: Int64Array | int  # to the spans of each
     summed: SumOrder
+    look_after: Look | None
+    peer: int | None = None  # the index of the memory that it pulls from
+    look_at_end: Look | None = None  # what it raises when all entries are done makes their rows worthless
     num_running: int = 0  # orders that entries have
     began_s: float = 0.0
     is_cancelled: bool = False
-    peer: int | None = None  # the index of the memory that it pulls from
-    look_at_end: Look | None = None  # what it raises when all entries are done makes their rows worthless
     total: int = 0  # of what its entries have moved
     wrong_total: int | None = None  # what one of them has found in a segment that was to be checked
 
@@ -60,8 +62,7 @@ class Operation:
         return Moved(move.operation, busy_s, None, was_begun=True, result=result)
 
 
-@dataclass(slots=True)
-class Running:
+class Running(NamedTuple):
     """An entry with an order. Its lane is in use until the entry is done."""
 
     number: int

@@ -1,6 +1,5 @@
 """move_rows: byte-exact against a move row by row, whatever the order says; what it may not touch stays as it was."""
 
-import dataclasses
 import random
 from collections.abc import Iterator
 from types import ModuleType
@@ -103,7 +102,7 @@ def test_a_lane_of_no_or_too_many_words_moves_nothing(ops: ModuleType, num_used:
 @pytest.mark.skipif(not INTERPRETED, reason="looks at scratch memory of the host")
 @pytest.mark.parametrize("num_offsets", [0, 1, 2, NUM_OFFSETS])
 def test_an_order_is_staged_as_far_as_it_is_in_use(num_offsets: int, world: World) -> None:
-    spans = [WHOLE, dataclasses.replace(WHOLE, row_bytes=128)]
+    spans = [WHOLE, WHOLE._replace(row_bytes=128)]
     world.order(3, spans, list(range(1, num_offsets + 1)), lane=1)
     words = torch.from_numpy(world.ring.memory.array.view(np.int64))
     lane_words = world.ring.lane_bytes // 8
@@ -167,7 +166,7 @@ def test_a_lane_that_is_none_moves_nothing(ops: ModuleType, lane: int, world: Wo
 )
 def test_spans_that_cannot_be_move_nothing(ops: ModuleType, changed: dict[str, int], world: World) -> None:
     before = world.bytes()
-    world.order(2, [dataclasses.replace(WHOLE, **changed)], [])
+    world.order(2, [WHOLE._replace(**changed)], [])
     world.move(ops, 2)
     assert world.bytes() == before
 
@@ -181,7 +180,7 @@ def test_rows_out_of_bounds_are_left_out_and_their_neighbours_move(ops: ModuleTy
     moved = [0, 3, 6]
     expected = naive(
         world.bytes(),
-        [dataclasses.replace(span, num_rows=3, dst_table=3)],
+        [span._replace(num_rows=3, dst_table=3)],
         [reads[row] for row in moved] + [writes[row] for row in moved],
     )
     world.order(2, [span], reads + writes)

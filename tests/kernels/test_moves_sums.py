@@ -1,6 +1,5 @@
 """Sums of what `move_rows` moves are those of numpy; of a segment that is not as announced no row is moved."""
 
-import dataclasses
 import random
 from collections.abc import Iterator
 from types import ModuleType
@@ -117,7 +116,7 @@ def test_what_is_as_announced_is_scattered(ops: ModuleType, row_bytes: int, word
     before = world.bytes()
     before[STAGING_IN_WORLD] = landed.slot.tobytes() + before[STAGING_IN_WORLD][landed.slot.size :]
     assert landed.move(ops, 2, max_ctas=3) == landed.summed.expected
-    spans = [dataclasses.replace(span, src_memory=STAGING_IN_WORLD) for span in landed.spans]
+    spans = [span._replace(src_memory=STAGING_IN_WORLD) for span in landed.spans]
     assert world.bytes() == naive(before, spans, landed.offsets)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -72,7 +71,7 @@ def test_a_gather_tells_the_sum_of_its_segment(stage: _Stage) -> None:
     """Rows that lie one behind the other, and some that do not; one is left out."""
     offsets = np.array([5, 100, 7, 4090], dtype=np.int64)
     spans = [pack(13, 3, src=1, table=0, dst=64), pack(16, 2, src=32, dst=128), pack(16, 1, src=4090, dst=160)]
-    spans.append(dataclasses.replace(pack(7, 3, dst=256), dst_table=1))
+    spans.append(pack(7, 3, dst=256)._replace(dst_table=1))
     number = stage.enqueue()
     stage.ring.fill_lane(1, spans, offsets, SumOrder(SumKind.MOVED, 64))
     stage.ring.order(number, OrderCode.RUN, 1)
@@ -87,8 +86,8 @@ def test_a_segment_that_is_not_as_announced_moves_nothing(stage: _Stage) -> None
     summed = SumOrder(SumKind.CHECKED, 512, 100, row_sum(segment))
     span = Span(100, 1, 4, MemoryIndex.STAGING, 0, LINEAR, MemoryIndex.POOL, 1000, LINEAR)
     before = stage.pool.array.copy()
-    wrong = [dataclasses.replace(summed, num_bytes=number) for number in (0, -4, 99, 129)]
-    wrong += [dataclasses.replace(summed, first_byte=number) for number in (-16, 528, 4080)]
+    wrong = [summed._replace(num_bytes=number) for number in (0, -4, 99, 129)]
+    wrong += [summed._replace(first_byte=number) for number in (-16, 528, 4080)]
     for each in [*wrong, summed]:
         number = stage.enqueue()
         stage.ring.fill_lane(0, [span], NO_OFFSETS, each)

@@ -17,6 +17,8 @@ from kvxfer.streams.ring import (
     OrderCode,
     Ring,
     Span,
+    SumKind,
+    SumOrder,
     order_offset_bytes,
 )
 
@@ -37,6 +39,23 @@ def test_an_order_says_how_much_of_its_lane_is_in_use(num_spans: int, num_offset
     assert words[USED_WORD] == num_used
     ring.order(0, OrderCode.SKIP)
     assert words[USED_WORD] == num_used
+    ring.close()
+
+
+def test_what_is_added_is_added_to_every_span() -> None:
+    ring = Ring.create(2, 10)
+    words = np.zeros((2, SPAN_WORDS), dtype=np.int64)
+    words[:, :9] = SPAN, SPAN._replace(row_bytes=32)
+    added = np.arange(SPAN_WORDS)
+    ring.fill_lane_words(1, words, np.arange(3), SumOrder(SumKind.CHECKED, 64, 48, (1 << 64) - 5), added)
+    ring.order(5, OrderCode.RUN, 1)
+    assert ring.spans_of(5) == [Span(*(np.array(each) + added[:9])) for each in (SPAN, SPAN._replace(row_bytes=32))]
+    assert ring.summed_by(5) == SumOrder(SumKind.CHECKED, 64, 48, (1 << 64) - 5)
+    assert ring.sum_of(5) == 4, "a wrong one until the stream writes it"
+    assert ring.offsets_of(5)[:3].tolist() == [0, 1, 2]
+    assert not ring.is_done(5)
+    ring.set_done(5)
+    assert ring.is_done(5)
     ring.close()
 
 

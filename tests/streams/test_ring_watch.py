@@ -79,11 +79,32 @@ def test_what_is_awaited_anew_wakes_again_also_while_the_thread_sleeps(waker: Wa
 
 def test_nothing_is_awaited_any_more(waker: Waker) -> None:
     waker.watch.wait_for(Awaited(done=0, is_urgent=True))
-    waker.watch.wait_for(None)
+    waker.watch.rest()
     time.sleep(0.01)  # a look may have been under way
     waker.ring.set_done(0)
     time.sleep(0.02)
     assert waker.num_woken == 0
+
+
+def test_a_loop_that_is_awake_is_left_alone(waker: Waker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even looked for: the thread would take the interpreter from it."""
+    num_looks = 0
+
+    def is_done(_: int) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return False
+
+    monkeypatch.setattr(waker.ring, "is_done", is_done)
+    waker.watch.wait_for(Awaited(done=0, is_urgent=True))
+    time.sleep(0.02)
+    assert num_looks > 0
+    waker.watch.rest()
+    time.sleep(0.01)  # the nap under way
+    num_looks = 0
+    time.sleep(0.02)
+    assert num_looks == 0
+    assert waker.watch._is_asleep
 
 
 @pytest.mark.parametrize(("is_urgent", "longest_s"), [(True, 0.001), (False, 0.025)])
