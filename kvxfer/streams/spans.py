@@ -19,7 +19,7 @@ from kvxfer.addresses import BlockAddresses
 from kvxfer.errors import LayoutError
 from kvxfer.ownership import Int64Array
 from kvxfer.segments import Block, ChunkPlan, Piece
-from kvxfer.streams.ring import LINEAR, MAX_SPANS, SPAN_WORDS
+from kvxfer.streams.ring import DST_COLUMN, LINEAR, MAX_SPANS, SPAN_WORDS, SRC_COLUMN
 
 MAX_WORD_BYTES = 16
 _LAYER, _FIRST_ROW, _END_ROW, _SLOT_OFFSET = range(1, 5)  # columns of pieces as an array, `[num_pieces, 5]`
@@ -86,22 +86,54 @@ def pull_orders(plan: ChunkPlan, src: PoolSide, dst: PoolSide, max_offsets: int)
 
     Raises `LayoutError` where a row lies outside its pool.
     """
-    bundles: list[list[Piece]] = []
-    num_free = 0  # offsets of the last bundle that no table takes
+    bundles: list[tuple[list[Int64Array], _Tables]] = []
+    num_spans = 0  # of the last bundle
     for block_idx, block in enumerate(plan.blocks):
-        num_parts = -(-2 * block.num_rows // max(2, max_offsets))
-        layers = range(block.layers.first, block.layers.end)
+        num_parts = -(-block.num_rows // max(1, max_offsets // 2))
         for part_idx in range(num_parts):
-            first, end = (block.num_rows * idx // num_parts for idx in (part_idx, part_idx + 1))
-            for first_layer in range(0, len(layers), MAX_SPANS):
-                pieces = [Piece(block_idx, layer, first, end, 0) for layer in layers[first_layer:][:MAX_SPANS]]
-                num_offsets = 2 * (end - first)
-                if not bundles or num_offsets > num_free or len(bundles[-1]) + len(pieces) > MAX_SPANS:
-                    bundles.append([])
-                    num_free = max_offsets
-                bundles[-1] += pieces
-                num_free -= num_offsets
-    return [order for pieces in bundles for order in _orders(plan, pieces, src, dst, max_offsets)]
+            rows = slice(block.num_rows * part_idx // num_parts, block.num_rows * (part_idx + 1) // num_parts)
+            for first_layer in range(0, block.layers.num_layers, MAX_SPANS):
+                layers = range(first_layer, min(first_layer + MAX_SPANS, block.layers.num_layers))
+                num_offsets = 2 * (rows.stop - rows.start)
+                if (
+                    not bundles
+                    or num_spans + len(layers) > MAX_SPANS
+                    or bundles[-1][1].num_offsets + num_offsets > max_offsets
+                ):
+                    bundles.append(([], _Tables()))
+                    num_spans = 0
+                num_spans += len(layers)
+                bundles[-1][0].append(_pull_words(block_idx, block, layers, rows, (src, dst), bundles[-1][1]))
+    return [Order(np.concatenate(words) if len(words) > 1 else words[0], tables.offsets()) for words, tables in bundles]
+
+
+def _pull_words(
+    block_idx: int, block: Block, layers: range, rows: slice, sides: tuple[PoolSide, PoolSide], tables: _Tables
+) -> Int64Array:
+    """`[num_layers, SPAN_WORDS]`: one span a layer of the block, all with the same rows. `layers` count from its first
+    one."""
+    words = np.zeros((len(layers), SPAN_WORDS), dtype=np.int64)
+    words[:, 0] = block.row_bytes
+    words[:, 1] = rows.stop - rows.start
+    layer_idxs = np.arange(layers.start, layers.stop, dtype=np.int64)
+    bits: Int64Array | int = block.row_bytes | MAX_WORD_BYTES
+    for side, column in zip(sides, (SRC_COLUMN, DST_COLUMN), strict=True):
+        addresses = side.addresses[block_idx]
+        offsets = addresses.row_offsets[rows]
+        first_bytes = layer_idxs * addresses.layer_stride_bytes
+        first_bytes += addresses.base_offset_bytes
+        ends = int(first_bytes[0]), int(first_bytes[-1])
+        _check_rows(side, block, int(offsets.min()) + min(ends), int(offsets.max()) + max(ends))
+        if _touch(offsets, block.row_bytes):
+            first_bytes += offsets[0]
+            table = LINEAR
+        else:
+            table = tables.add(offsets)
+            bits = bits | int(np.bitwise_or.reduce(offsets))
+        words[:, column], words[:, column + 1], words[:, column + 2] = side.memory, first_bytes, table
+        bits = bits | first_bytes
+    words[:, 2] = bits & -bits
+    return words
 
 
 def _orders(
