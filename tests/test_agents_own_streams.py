@@ -3,6 +3,7 @@ threads and pools that lie in host memory."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ from kvxfer.control.client import PrefillClient
 from kvxfer.decode.agent import DecodeAgent
 from kvxfer.errors import HandoffError, RefusedError
 from kvxfer.memory import HostMemory
+from kvxfer.sidecar import TICK_S
 from kvxfer.streams import cuda_marks
 from kvxfer.streams.device import IPC_HANDLE_BYTES, DevicePool, MappedPool, PoolHandle
+from kvxfer.streams.staged_stream import StagedRowStream
 from kvxfer.transfer import EventKind
 from tests.agent_world import WAIT_S, AgentWorld
 from tests.idle_agent import until
@@ -193,6 +196,25 @@ def test_rows_are_pulled_from_pool_to_pool(tmp_path: Path, gpu: Gpu) -> None:
         until(lambda: [each.is_mapped for each in gpu.mapped].count(True) == 2)
         world.join_prefill("p0", split.sources()[0])
         world.move(40, salt=4)
+
+
+@pytest.mark.parametrize("turn_s", [1e-12, 10.0])
+def test_agents_say_once_when_turns_are_too_long_for_their_slots(
+    tmp_path: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, turn_s: float
+) -> None:
+    has_too_few = turn_s > 1
+    monkeypatch.setattr(StagedRowStream, "turn_s", turn_s)
+    with world_of(tmp_path) as world, caplog.at_level(logging.WARNING):
+        build(world, Split())
+        world.move(40)
+        agents = [thread.agent for thread in world.threads.values()]
+        until(lambda: not has_too_few or all(agent.figures().num_slots_wanted for agent in agents))
+        time.sleep(3 * TICK_S)
+        wanted = [agent.figures().num_slots_wanted for agent in agents]
+        warned = [text for text in caplog.messages if text.startswith("slots.num_slots: got 4, expected ")]
+        assert [num > 4 for num in wanted] == [has_too_few] * 2
+        assert len(warned) == 2 * has_too_few
+    assert gpu.mapped
 
 
 def test_what_keeps_an_agent_from_mapping_reaches_its_worker(

@@ -24,6 +24,7 @@ from kvxfer.layout import PoolLayout, Shard
 from kvxfer.operations import Move, PeerRows, RowSum, failed
 from kvxfer.ops.config import DecodeConfig
 from kvxfer.ops.figures import AgentFigures
+from kvxfer.ops.turns import TurnWatch
 from kvxfer.sidecar import Sidecar
 from kvxfer.slots import LANDING_MOVES, SlotTable
 from kvxfer.transfer import Reason
@@ -57,6 +58,7 @@ class DecodeAgent:
         self._core.slots_lie_in(self._sidecar.region.region_id)
         self.public_key = credentials.keys.public
         self._links = SourceLinks(config, credentials, self._sidecar, self._core)
+        self._turns = TurnWatch(config.slots.num_slots, config.slots.slot_bytes, self._sidecar.log)
         self.ops = self._sidecar.ops
         self.ops.serve(self.figures)
 
@@ -85,6 +87,7 @@ class DecodeAgent:
             paths=self._links.paths(),
             has_worker=sidecar.pool is not None,
             gpu_turn_s=sidecar.desk.seat.gpu_turn_s,
+            num_slots_wanted=self._turns.num_wanted,
         )
 
     def close(self) -> None:
@@ -150,6 +153,7 @@ class DecodeAgent:
     def tick(self, now: float) -> None:
         """Deadlines, peers, and slots that only other memory can free."""
         self._links.tick(now)
+        self._turns.look(self._sidecar.desk.seat.gpu_turn_s, self._links.bytes_per_s)
         self._core.tick(now)
         if self._core.may_renew_slots:
             self._renew_slots(now)

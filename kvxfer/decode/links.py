@@ -65,6 +65,11 @@ class SourceLinks:
             self.lose(incarnation, Reason.PEER_LOST, "does not take messages", now)
         return bool(full)
 
+    @property
+    def bytes_per_s(self) -> float:
+        """The measured rate of the fastest path from a peer, 0 without one."""
+        return max((peer.bytes_per_s for peer in self._peers.values()), default=0.0)
+
     def renew_region(self, now: float) -> None:
         """The landing slots have moved: tell every prefill agent, before any credit for them goes out."""
         region = self._sidecar.region
@@ -184,7 +189,7 @@ class SourceLinks:
             return
         peer.is_paired = True
         figures = welcome.figures
-        peer.path = figures.path
+        peer.path, peer.bytes_per_s = figures.path, figures.bytes_per_s
         self._sidecar.log.info(
             "paired with prefill agent %s: path %s, %.2f us a descriptor, %.2f GB/s",
             info.incarnation,

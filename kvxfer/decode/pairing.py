@@ -33,6 +33,7 @@ class PrefillPeer:
     region_told_at: float = 0.0
     info: SourceInfo | None = None  # what was agreed on, while the core is not told yet
     path: str = ""  # how its engine reaches this side
+    bytes_per_s: float = 0.0  # of that, as it was measured
     outgoing: list[DecodeToPrefill] = field(default_factory=list)  # what leaves with the next `flush`
 
     def send(self, message: DecodeToPrefill) -> None:

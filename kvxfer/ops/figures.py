@@ -23,5 +23,7 @@ class AgentFigures:
     has_worker: bool
     door: DoorCounts | None = None
     gpu_turn_s: float | None = None
-    """How long a move on a GPU takes from its order to its end when none is before it, where a stream of the agent's
-    own moves rows."""
+    """How long a move between pool and slots on a GPU takes from its order to its end when none is before it, where a
+    stream of the agent's own moves rows."""
+    num_slots_wanted: int = 0
+    """`TurnWatch.num_wanted`."""

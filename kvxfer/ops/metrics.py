@@ -107,6 +107,8 @@ def _peers(now: AgentFigures) -> Iterator[_Family]:
     yield _gauge("worker_attached", "Whether a worker has handed its pool over.", side, "", _one(now.has_worker))
     told = "How long a move by the agent's own stream on a GPU takes when none is before it; 0 without one."
     yield _gauge("gpu_turn_seconds", told, side, "", _one(now.gpu_turn_s or 0.0))
+    told = "Slots that would carry the rate of the fastest path at such turns; 0 where there are enough."
+    yield _gauge("gpu_slots_wanted", told, side, "", _one(now.num_slots_wanted))
     yield _gauge("agent_info", "This agent; always 1.", side, "transport", {(now.transport,): 1})
     if now.door is not None:
         door = now.door

@@ -25,6 +25,7 @@ from kvxfer.layout import PoolLayout
 from kvxfer.operations import Move, RowSum
 from kvxfer.ops.config import PrefillConfig
 from kvxfer.ops.figures import AgentFigures
+from kvxfer.ops.turns import TurnWatch
 from kvxfer.prefill.actions import Gather, Notify, SendToPeer, Write
 from kvxfer.prefill.admission import SHUTDOWN_DETAIL
 from kvxfer.prefill.core import PrefillCore
@@ -85,6 +86,7 @@ class PrefillAgent:
         self._links = PeerLinks(listener, self._sidecar, self._core, config.peer_timeout_s, pull_path)
         self._raw_pool = RawPool(self._sidecar)
         self._writes = Writes(self._sidecar, self._links, self._core, self._raw_pool)
+        self._turns = TurnWatch(config.slots.num_slots, config.slots.slot_bytes, self._sidecar.log)
         self._sidecar.wake_on(self._sidecar.transport)
         self.ops = self._sidecar.ops
         self.ops.serve(self.figures)
@@ -113,6 +115,7 @@ class PrefillAgent:
             paths=[peer.info.figures.path for peer in list(self._core.peers.values())],
             has_worker=sidecar.pool is not None,
             gpu_turn_s=sidecar.desk.seat.gpu_turn_s,
+            num_slots_wanted=self._turns.num_wanted,
             door=self._links.door,
         )
 
@@ -243,6 +246,8 @@ class PrefillAgent:
     def tick(self, now: float) -> None:
         """Deadlines, peers that were silent for too long, and slots that only a new engine can free."""
         self._links.tick(now)
+        paths = [peer.info.figures.bytes_per_s for peer in self._core.peers.values()]
+        self._turns.look(self._sidecar.desk.seat.gpu_turn_s, max(paths, default=0.0))
         if self._pulls is not None:
             self._pulls.poll(now)
         self._core.tick(now)

@@ -23,8 +23,9 @@ class StagedLane:
 
 @dataclass(frozen=True, slots=True)
 class RunningEntry:
-    """An entry under way. `is_alone`: nothing else was when it was given."""
+    """An entry under way. `tells_turn`: it moves no more than a slot, and nothing else was under way when it was
+    given, so that it takes about as long as this process's turn on the GPU is in coming."""
 
     ended: Any
     given_s: float
-    is_alone: bool
+    tells_turn: bool

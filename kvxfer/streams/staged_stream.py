@@ -92,8 +92,9 @@ class StagedRowStream:
 
     @property
     def turn_s(self) -> float | None:
-        """How long an entry takes from its order to its end when none is before it: this process's turn on the GPU has
-        to come, while the worker computes. The median of the last few; None while there are none."""
+        """How long an entry between pool and slots takes from its order to its end when none is before it: this
+        process's turn on the GPU has to come, while the worker computes. The median of the last few; None while there
+        are none."""
         turns_s = list(self._turns_s)
         return statistics.median(turns_s) if turns_s else None
 
@@ -102,24 +103,26 @@ class StagedRowStream:
         if self._error is not None:
             return
         own, order, summed = self._lanes[lane], LaneView.of(self._ring, lane), self._ring.summed_by(number)
-        given_s, is_alone = time.perf_counter(), not self._running
+        is_checked, fills_slot = summed.kind is SumKind.CHECKED, order.spans[0, _DST_MEMORY] == MemoryIndex.SLOTS
+        reads_slot = is_checked or order.spans[0, _SRC_MEMORY] == MemoryIndex.SLOTS
+        given_s, tells_turn = time.perf_counter(), bool(fills_slot or reads_slot) and not self._running
         try:
             with self._gpu:
                 self._upload(own, order, has_sum=summed.kind is not SumKind.NONE)
-                if summed.kind is SumKind.CHECKED:
+                if is_checked:
                     self._copy_in(summed.first_byte, summed.num_bytes)
-                elif order.spans[0, _SRC_MEMORY] == MemoryIndex.SLOTS:
+                elif reads_slot:
                     self._copy_in(*order.extent(_SRC_MEMORY + 1))
-                self._run(own, number, is_checked=summed.kind is SumKind.CHECKED)
+                self._run(own, number, is_checked=is_checked)
                 ended = own.moved
-                if self._mirror and order.spans[0, _DST_MEMORY] == MemoryIndex.SLOTS:
+                if self._mirror and fills_slot:
                     self._copy_out(own, *order.extent(_DST_MEMORY + 1))
                     ended = own.downloaded
         except TransportError as error:
             self._error = str(error)
             self.drain()  # of the entry, too, nothing is under way then
             return
-        self._running[number] = RunningEntry(ended, given_s, is_alone)
+        self._running[number] = RunningEntry(ended, given_s, tells_turn)
 
     def is_done(self, number: int) -> bool:
         """`OwnStream.is_done`. From any thread."""
@@ -135,7 +138,7 @@ class StagedRowStream:
         except TransportError as error:
             self._error = str(error)
             return True
-        if self._running.pop(number, None) is not None and running.is_alone:
+        if self._running.pop(number, None) is not None and running.tells_turn:
             self._turns_s.append(time.perf_counter() - running.given_s)
         return True
 

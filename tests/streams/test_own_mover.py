@@ -16,7 +16,7 @@ from kvxfer.row_sums import row_sum
 from kvxfer.rows_host import gather_segment
 from kvxfer.streams.device import DevicePool
 from kvxfer.streams.own_mover import OwnStreamMover
-from kvxfer.streams.ring import LINEAR, MemoryIndex, OrderCode, Ring, Span, SumKind, SumOrder
+from kvxfer.streams.ring import LINEAR, NO_SUM, MemoryIndex, OrderCode, Ring, Span, SumKind, SumOrder
 from kvxfer.streams.staged_stream import StagedRowStream
 from tests.streams.fake_cuda import CUresult, FakeCuda
 from tests.streams.owner import NUM_SLOTS, POOL_BYTES, SLOT_BYTES, chunk_of
@@ -120,6 +120,17 @@ def test_rows_go_both_ways_whoever_expects_them(cuda: FakeCuda, device_slots: bo
     assert 0 < agent.mover.turn_s < WAIT_S
     agent.end()
     assert_nothing_left(cuda)
+
+
+def test_a_pull_tells_nothing_of_turns(agent: Agent) -> None:
+    """It may last as long as a chunk does."""
+    agent.mover.set_peer(MemoryIndex.FIRST_PEER, DevicePool(agent.pool.address, POOL_BYTES, 0))
+    run(agent, 0, 0, Span(16, 4, 16, MemoryIndex.FIRST_PEER, 0, LINEAR, MemoryIndex.POOL, 4096, LINEAR), NO_SUM)
+    wait_done(agent, 0)
+    assert agent.mover.turn_s is None
+    run(agent, 1, 1, Span(16, 4, 16, MemoryIndex.POOL, 0, LINEAR, MemoryIndex.SLOTS, 0, LINEAR), NO_SUM)
+    wait_done(agent, 1)
+    assert agent.mover.turn_s is not None
 
 
 def test_only_the_part_of_a_segment_is_copied_beside_others(agent: Agent) -> None:
