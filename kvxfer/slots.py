@@ -82,25 +82,29 @@ class SlotTable:
         """Whether a peer that uses `num_held` slots may have another one of those that are free. The last one is for
         a peer that uses none and may have come late."""
         num_reserved = 1 if num_held and self.num_slots > 2 else 0
-        return num_held < self.share(num_peers) and self.num_free > num_reserved
+        return self._counts[SlotState.FREE] > num_reserved and num_held < self.share(num_peers)
 
     def take(self, state: SlotState) -> int | None:
         """Move the slot that has been free for longest to `state`; None when none is free."""
         if not self._free:
             return None
         slot = self._free.popleft()
-        self._set(slot, state)
+        self.move(slot, state)
         return slot
 
     def move(self, slot: int, state: SlotState) -> None:
         """Move `slot` on."""
-        self._set(slot, state)
+        old = self._states[slot]
+        assert state in self._moves[old], f"slot {slot}: {old} -> {state} is no legal move"
+        self._states[slot] = state
+        self._counts[old] -= 1
+        self._counts[state] += 1
         if state is SlotState.FREE:
             self._free.append(slot)
 
     def quarantine(self, slot: int, peer: str) -> None:
         """Set `slot` aside: a write that `peer` takes part in has an unknown end."""
-        self._set(slot, SlotState.QUARANTINED)
+        self.move(slot, SlotState.QUARANTINED)
         self._quarantine[slot] = peer
 
     def num_quarantined(self, peer: str) -> int:
@@ -116,10 +120,3 @@ class SlotTable:
         for slot in slots:
             self.move(slot, SlotState.FREE)
         return len(slots)
-
-    def _set(self, slot: int, state: SlotState) -> None:
-        old = self._states[slot]
-        assert state in self._moves[old], f"slot {slot}: {old} -> {state} is no legal move"
-        self._states[slot] = state
-        self._counts[old] -= 1
-        self._counts[state] += 1

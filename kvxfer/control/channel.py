@@ -103,6 +103,7 @@ class Channel:
         # What a selector has found just now, True or False; None where nobody has looked since.
         self._is_readable: bool | None = None
         self._has_helper_news: bool | None = None
+        self._part: zmq.Frame | None = None  # that was read last
         self._socket = self._context.open_socket(kind)
         self._set_options()
 
@@ -154,22 +155,20 @@ class Channel:
         """As `receive()`."""
         if self._closed:
             return None
+        socket = self._socket
         for _ in range(_MAX_DROPS_PER_CALL):
             can_read, self._is_readable = self._is_readable, None
-            if can_read is False or not (can_read or is_readable(self._socket)):
+            if can_read is False or not (can_read or is_readable(socket)):
                 return None
-            sender = self._socket.recv(_DONTWAIT) if self._has_envelope else REMOTE
-            part = self._receive_part()
+            sender = socket.recv(_DONTWAIT) if self._has_envelope else REMOTE
+            self._part = part = socket.recv(_DONTWAIT, copy=False)
             if part.more:
                 while part.more:  # a peer may send many thousand
-                    part = self._receive_part()
+                    part = socket.recv(_DONTWAIT, copy=False)
             elif self._is_sender(sender):
                 return sender, part.bytes
             self.dropped += 1
         return None
-
-    def _receive_part(self) -> zmq.Frame:
-        return self._socket.recv(_DONTWAIT, copy=False)
 
     def _is_sender(self, _name: bytes) -> bool:
         """Whether the message just read may come from the one who is called so."""

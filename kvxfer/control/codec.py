@@ -40,6 +40,15 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body: msgspec.Raw
 
 
+class _Outgoing(msgspec.Struct, frozen=True):
+    """An `Envelope` around a message that is to be encoded with it."""
+
+    v: int
+    kind: str
+    id: int
+    body: MessageBase
+
+
 _Envelopes = Annotated[list[Envelope], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES_PER_FRAME)]
 _encoder = msgspec.msgpack.Encoder()
 _frame_decoder: msgspec.msgpack.Decoder[Envelope | list[Envelope]] = msgspec.msgpack.Decoder(Envelope | _Envelopes)
@@ -48,12 +57,26 @@ _body_decoders = {kind: msgspec.msgpack.Decoder(struct) for kind, struct in KIND
 
 def encode(message: Message, request_id: int = 0) -> bytes:
     """One frame. `request_id` ties a reply to its request; 0 for messages that have none."""
-    body = msgspec.Raw(_encoder.encode(message))
-    return _encoder.encode(Envelope(PROTOCOL_VERSION, _KIND_OF[type(message)], request_id, body))
+    return _encoder.encode(_wrap(message, request_id))
+
+
+def _wrap(message: Message, request_id: int = 0) -> _Outgoing:
+    return _Outgoing(PROTOCOL_VERSION, _KIND_OF[type(message)], request_id, message)
 
 
 def encode_all(messages: Sequence[Message]) -> list[bytes]:
     """As few frames as can be, in order; messages between agents have no request id."""
+    if len(messages) == 1:
+        return [encode(messages[0])]
+    if 0 < len(messages) <= MAX_MESSAGES_PER_FRAME:
+        frame = _encoder.encode([_wrap(message) for message in messages])
+        if len(frame) <= _MAX_SHARED_FRAME_BYTES:
+            return [frame]
+    return _share_frames(messages)
+
+
+def _share_frames(messages: Sequence[Message]) -> list[bytes]:
+    """`encode_all` for what may be too much for one frame."""
     frames: list[bytes] = []
     together: list[bytes] = []
     num_bytes = 0

@@ -96,7 +96,6 @@ class PeerListener(Channel):
         address, advertised = _check_addresses(host, port, credentials.allowed, allow_wildcard, advertise_host)
         self._credentials = credentials
         self._counts = DoorCounts()
-        self._frame = zmq.Frame()
         self._senders: dict[bytes, str] = {}  # those that were found to be in order, and their keys
         self._owners: dict[bytes, str] = {}  # incarnations and the keys they belong to, oldest first
         # ZMQ has one authenticator a context: the listener's own context keeps it from any other's connections.
@@ -136,7 +135,7 @@ class PeerListener(Channel):
     @property
     def last_host(self) -> str:
         """The numeric address from which the message came that `receive()` returned last."""
-        return str(self._frame.get("Peer-Address"))
+        return "" if self._part is None else str(self._part.get("Peer-Address"))
 
     def key_of(self, sender: bytes) -> str:
         """The public key that a sender has proven to have; empty for one that was not heard for long."""
@@ -178,12 +177,9 @@ class PeerListener(Channel):
             return error.errno == errno.EAGAIN  # it is there, but its loop has read none of these for very long
         return True
 
-    def _receive_part(self) -> zmq.Frame:
-        self._frame = super()._receive_part()
-        return self._frame
-
     def _is_sender(self, name: bytes) -> bool:
-        key = str(self._frame.get("User-Id"))
+        assert self._part is not None
+        key = str(self._part.get("User-Id"))
         if self._senders.get(name) == key and self._doorkeeper.admits(key):
             return True
         if self._sender_name.fullmatch(name) is None or not self._doorkeeper.admits(key):

@@ -280,18 +280,19 @@ class PrefillAgent:
                         self._gather(action)
                     case Write():
                         self._writes.post(action, now)
+        self._tell_outlook()  # before peers hear of anything: by that a stream of the worker begins with the gathers
         self._links.flush()
-        self._tell_outlook()
 
     def _tell_outlook(self) -> None:
         """Let a stream of the worker prepare for what is planned, and drop what it has prepared for in vain."""
-        if self._sidecar.pool is not None and self._sidecar.rows.has_timeline:
-            outlook = self._core.outlook
-            self._sidecar.rows.expect(outlook.num_gathers, outlook.ready)
+        seat = self._sidecar.desk.seat
+        if seat.pool is not None and (rows := seat.rows).has_timeline:
+            rows.expect(*self._core.outlook)
 
     def _look_at_timeline(self, now: float) -> None:
-        if self._sidecar.pool is not None:
-            self._core.timeline_reached(self._sidecar.rows.timeline, now)
+        seat = self._sidecar.desk.seat
+        if seat.pool is not None:
+            self._core.timeline_reached(seat.rows.timeline, now)
 
     def _gather(self, gather: Gather) -> None:
         rows, look, row_sum = self._sidecar.rows, None, None

@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from kvxfer.control.messages import Finished, Grant, LegStatus, PathFigures, PullReady, Segment
 from kvxfer.operations import CancelFlag, SegmentSource
 from kvxfer.routes import Route
@@ -88,14 +90,32 @@ class Lease:
     unknown_peer: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(msgspec.Struct, frozen=True, eq=False):
     """A segment that waits for a credit. `lease` is None in mode raw: its rows still lie in the pool."""
 
     work: ChunkWork
     segment: int
     lease: Lease | None
     digest: bytes = b""  # of the packed bytes, where a peer wants it
+
+
+@dataclass(slots=True, eq=False)
+class Sharing:
+    """Legs of one transfer that send the same rows: one gather serves all that need the same segment at the time."""
+
+    legs: list[Leg] = field(default_factory=list)
+    num_to_gather: int = 0  # as `count()` last said
+
+    def count(self) -> int:
+        """Segments that are planned, have no sender slot and are to be packed, each counted once: of each chunk as many
+        as the leg that is least far needs."""
+        if len(self.legs) == 1:
+            return self.legs[0].num_to_gather
+        most: dict[int, int] = {}
+        for leg in self.legs:
+            for chunk, num_segments in leg.segments_to_gather().items():
+                most[chunk] = max(most.get(chunk, 0), num_segments)
+        return sum(most.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +149,7 @@ class Leg:
     num_held: int = 0  # sender slots, or raw segments, between lease and end of write
     num_emitted: int = 0
     num_ended: int = 0
-    alike: list[Leg] = field(default_factory=list)  # legs of the transfer that send the same rows, this one among them
+    sharing: Sharing = field(default_factory=Sharing)  # those that send the same rows, this one among them
     lease: tuple[int, int] | None = None  # word and value under which the peer may pull
     pulling: set[int] = field(default_factory=set)  # chunks that the peer was told to pull and has not reported
     is_sending: bool = False  # mode serial: the packed segments go out, nothing more is packed
@@ -150,8 +170,15 @@ class Leg:
     def is_live(self) -> bool:
         return self.state not in (LegState.FINISHED, LegState.QUIET)
 
+    @property
+    def num_to_gather(self) -> int:
+        """Segments that are planned and still to be packed."""
+        return 0 if self.mode is Mode.RAW else self.num_unpacked
+
     def segments_to_gather(self) -> dict[int, int]:
-        """By chunk, the segments that are still to be packed: `num_unpacked` in all."""
+        """By chunk, the segments that are still to be packed: `num_to_gather` in all."""
+        if not self.num_to_gather:
+            return {}
         works = [*self.works, *(each.what for each in self.unready if isinstance(each.what, ChunkWork))]
         return {work.chunk: work.num_waiting for work in works}
 

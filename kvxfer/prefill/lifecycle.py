@@ -42,7 +42,7 @@ class Lifecycle:
     def __init__(self, slots: SlotTable, mode: Mode, leases: Leases | None) -> None:
         self.outbox: list[Action] = []
         self.layout: PoolLayout | None = None
-        self.sender = Sender(slots, self.outbox, self._progress)
+        self.sender = Sender(slots, self.outbox, self._progress, is_serial=mode is Mode.SERIAL)
         self.mode = mode
         self.may_send_raw = mode is Mode.RAW
         self.is_raw_measured = True
@@ -53,6 +53,7 @@ class Lifecycle:
         self.num_fallbacks = 0  # gathers that failed and whose rows went run by run
         self.totals = Totals(_log)
         self.transfers: dict[str, Transfer] = {}
+        self.unready_legs: dict[Leg, None] = {}  # with chunks whose rows must not be read yet
         self._pump_at: float | None = None  # when what may let operations begin happened last
         self.ended: OrderedDict[str, Reason | None] = OrderedDict()
         """The newest transfers that were forgotten, and why they ended; None for those that were sent."""
@@ -75,7 +76,7 @@ class Lifecycle:
         if self._pump_at is not None:
             self.sender.pump(self._pump_at)
             self._pump_at = None
-        actions = list(self.outbox)
+        actions = self.outbox.copy()
         self.outbox.clear()
         return actions
 
@@ -99,8 +100,9 @@ class Lifecycle:
         """`advance` where nothing has happened but to one leg: as long as that has rows to be read, it cannot finish,
         and it holds the transfer's events back."""
         self._pump_at = now
-        if leg.state is not LegState.ACTIVE or transfer.reason is not None or not leg.reads_pool:
-            self.advance(transfer, now)
+        if leg.state is LegState.ACTIVE and transfer.reason is None and (leg.works or leg.reads_pool):
+            return
+        self.advance(transfer, now)
 
     def advance(self, transfer: Transfer, now: float) -> None:
         """Do all that has become possible: finished legs, events; operations when actions are taken."""
@@ -163,6 +165,7 @@ class Lifecycle:
         leg.move(LegState.STOPPING)
         self.end_lease(leg)
         leg.unready.clear()
+        self.unready_legs.pop(leg, None)
         self.sender.stop(leg)
         self.send(leg, LegFailed(transfer=leg.transfer, generation=leg.grant.generation, reason=reason, detail=detail))
 

@@ -57,6 +57,7 @@ class PeerLinks:
         self._pull_path = pull_path
         self._peers: dict[str, _Peer] = {}  # by incarnation
         self._names: dict[bytes, str] = {}  # incarnation by connection
+        self._addressed: list[_Peer] = []  # for whom there is something to `flush`
         self._look_at = 0.0
         self._prober = Prober(sidecar.transport, lambda: sidecar.slots.probe_address, PROBE_BYTES, time.perf_counter)
         sidecar.watch(listener, self._receive)
@@ -184,13 +185,14 @@ class PeerLinks:
         """Give a peer up, and tell it."""
         if peer in self._peers:
             self.send(peer, Goodbye(incarnation=self._sidecar.incarnation))
-            self._flush(self._peers[peer])
+            self.flush()
             self._forget(peer, reason, now)
 
     def _forget(self, peer: str, reason: Reason, now: float, *, said_goodbye: bool = False) -> None:
         known = self._peers.pop(peer, None)
         if known is not None:
             del self._names[known.sender]
+            known.outgoing.clear()
             self._core.peer_gone(peer, reason, now, said_goodbye=said_goodbye)
             self._sidecar.transport.drop_peer(peer)
 
@@ -198,19 +200,19 @@ class PeerLinks:
         """To a peer, if it is one, with the next `flush()`."""
         known = self._peers.get(peer)
         if known is not None:
+            if not known.outgoing:
+                self._addressed.append(known)
             known.outgoing.append(message)
 
     def flush(self) -> None:
         """Send what there is for every peer, in as few frames as can be."""
-        for peer in self._peers.values():
-            if peer.outgoing:
-                self._flush(peer)
-
-    def _flush(self, peer: _Peer) -> None:
-        frames = encode_all(peer.outgoing)
-        peer.outgoing.clear()
-        if not all(self._listener.send(peer.sender, frame) for frame in frames):
-            peer.is_full = True  # or it is gone: the next tick gives it up
+        addressed, self._addressed = self._addressed, []
+        for peer in addressed:
+            for frame in encode_all(peer.outgoing):
+                if not self._listener.send(peer.sender, frame):
+                    peer.is_full = True  # or it is gone: the next tick gives it up
+                    break
+            peer.outgoing.clear()
 
     def lose_all(self, reason: Reason, now: float) -> None:
         """Give every peer up."""

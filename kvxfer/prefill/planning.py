@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvxfer.addresses import PageTable, count_runs, resolve
 from kvxfer.control.messages import Chunk, PullChunk, PullReady
 from kvxfer.errors import LayoutError
 from kvxfer.operations import SegmentSource
-from kvxfer.prefill.actions import Gather
 from kvxfer.prefill.leg import ChunkWork, Leg, Mode, UnreadyChunk
 from kvxfer.prefill.lifecycle import Lifecycle
 from kvxfer.prefill.policy import choose_mode
@@ -70,9 +69,10 @@ def plan_for_leg(life: Lifecycle, transfer: Transfer, leg: Leg, chunk: Submitted
     else:
         life.send(leg, announcement)
         what = ChunkWork(chunk.chunk, SegmentSource(plan, addresses))
-        leg.num_unpacked += plan.num_segments
+        life.sender.expect_work(leg, plan.num_segments)
     if plan.num_segments and chunk.ready > life.timeline:
         leg.unready.append(UnreadyChunk(chunk.ready, what))
+        life.unready_legs[leg] = None
     else:
         _release(life, leg, what)
 
@@ -91,16 +91,17 @@ def reach_timeline(life: Lifecycle, value: int, now: float) -> None:
     if value <= life.timeline:
         return
     life.timeline = value
-    for transfer in list(life.transfers.values()):
-        has_released = False
-        for leg in transfer.legs.values():
-            ready = [each for each in leg.unready if each.ready <= value]
-            leg.unready = [each for each in leg.unready if each.ready > value]
-            for each in ready:
-                _release(life, leg, each.what)
-            has_released = has_released or bool(ready)
-        if has_released:
-            life.advance(transfer, now)
+    released: dict[str, None] = {}  # transfers
+    for leg in list(life.unready_legs):
+        ready = [each for each in leg.unready if each.ready <= value]
+        leg.unready = [each for each in leg.unready if each.ready > value]
+        if not leg.unready:
+            del life.unready_legs[leg]
+        for each in ready:
+            _release(life, leg, each.what)
+            released[leg.transfer] = None
+    for transfer in released:
+        life.advance(life.transfers[transfer], now)
 
 
 def _choose(life: Lifecycle, leg: Leg, num_runs: int, num_bytes: int) -> None:
@@ -144,19 +145,16 @@ def _to_pull(leg: Leg, chunk: Chunk, tables: tuple[PageTable, ...]) -> PullChunk
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+class Outlook(NamedTuple):
     """What whoever moves rows should prepare for."""
 
     num_gathers: int
-    """Gathers that were not taken as actions yet, or will follow if nothing ends early, as far as it is planned."""
+    """Gathers that will follow those that were taken as actions if nothing ends early, as far as it is planned."""
     ready: int
     """The lowest value of the worker's timeline that a chunk is waiting for; 0 for none."""
 
 
 def look_ahead(life: Lifecycle) -> Outlook:
     """The outlook now."""
-    num_emitted = sum(isinstance(action, Gather) for action in life.outbox)
-    num_planned = sum(transfer.num_gathers_to_come for transfer in life.transfers.values())
-    unready = [leg.unready for transfer in life.transfers.values() for leg in transfer.legs.values() if leg.unready]
-    return Outlook(num_emitted + num_planned, min((each.ready for of_leg in unready for each in of_leg), default=0))
+    ready = min((each.ready for leg in life.unready_legs for each in leg.unready), default=0)
+    return Outlook(life.sender.num_to_gather, ready)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from kvxfer.addresses import runs
@@ -24,16 +24,14 @@ from kvxfer.transfer import LegState
 from kvxfer.transports.base import Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class _GatherOp:
+class _GatherOp(msgspec.Struct, frozen=True, eq=False):
     lease: Lease
     segment: int
     legs: tuple[Leg, ...]
     works: tuple[ChunkWork, ...]  # parallel to `legs`
 
 
-@dataclass(frozen=True, slots=True)
-class _WriteOp:
+class _WriteOp(msgspec.Struct, frozen=True, eq=False):
     leg: Leg
     lease: Lease | None
     notice: Segment
@@ -45,9 +43,15 @@ class Sender:
     """Moves the segments of all legs through the sender slots."""
 
     def __init__(
-        self, slots: SlotTable, outbox: list[Action], on_progress: Callable[[Leg, float, float, int], None]
+        self,
+        slots: SlotTable,
+        outbox: list[Action],
+        on_progress: Callable[[Leg, float, float, int], None],
+        *,
+        is_serial: bool,
     ) -> None:
-        """`on_progress(leg, pack_s, send_s, num_descriptors)` hears of every operation that ended."""
+        """`on_progress(leg, pack_s, send_s, num_descriptors)` hears of every operation that ended. Without `is_serial`
+        no leg is in mode serial."""
         self.slots = slots
         self._outbox = outbox
         self._on_progress = on_progress
@@ -58,12 +62,26 @@ class Sender:
         self._advanced: list[Leg] = []  # legs that leased since their peers were told
         self._num_held: Counter[str] = Counter()  # slots, or raw segments, by peer
         self.num_peers = 0
-        self._serial = SerialGate()
+        self.num_to_gather = 0
+        """Segments that are planned, have no slot and are to be packed. Those that legs share count once."""
+        self._serial = SerialGate() if is_serial else None
 
     @property
     def num_reading_pool(self) -> int:
         """Operations that may read the worker's pool: gathers, and raw writes."""
         return len(self._gathers) + sum(1 for op in self._writes.values() if op.lease is None)
+
+    def expect_work(self, leg: Leg, num_segments: int) -> None:
+        """So many segments of the leg were planned; `add_work` follows, at once or when they may be read."""
+        leg.num_unpacked += num_segments
+        self._count_gathers(leg)
+
+    def _count_gathers(self, leg: Leg) -> None:
+        """What the leg, or one that it shares gathers with, has still to pack, or its mode, has changed."""
+        sharing = leg.sharing
+        num_gathers = sharing.count()
+        self.num_to_gather += num_gathers - sharing.num_to_gather
+        sharing.num_to_gather = num_gathers
 
     def add_work(self, leg: Leg, work: ChunkWork) -> None:
         """Queue a chunk of an active leg."""
@@ -80,15 +98,17 @@ class Sender:
 
     def pump(self, now: float) -> None:
         """Emit every gather and write that slots and credits allow."""
-        for leg in self._serial.waiting(self._turns):
-            self.write_packed(leg, now)
+        if self._serial is not None:
+            for leg in self._serial.waiting(self._turns):
+                self.write_packed(leg, now)
         while (leg_next := self._next_leg()) is not None:
             self._lease(leg_next, now)
-        self._send_wants()
+        if self._advanced:
+            self._send_wants()
 
     def write_packed(self, leg: Leg, now: float) -> None:
         """Emit a write for every packed segment of `leg` that has a credit."""
-        if leg.mode is Mode.SERIAL:
+        if self._serial is not None and leg.mode is Mode.SERIAL:
             filling = (each for op in self._gathers.values() for each in op.legs)
             if not self._serial.may_send(leg, self._turns, filling, has_slot=self.slots.num_free > 0):
                 return
@@ -117,6 +137,7 @@ class Sender:
             self._give_back(leg, lease)
             if go_raw and leg.state is LegState.ACTIVE:
                 leg.mode = Mode.RAW
+                self._count_gathers(leg)
                 self._hold(leg)
                 leg.packed.append(Packed(work, op.segment, None))
         self._on_progress(op.legs[0], busy_s, 0.0, 0)
@@ -145,6 +166,7 @@ class Sender:
         leg.cancel.is_set = True
         leg.works.clear()
         leg.num_unpacked = 0
+        self._count_gathers(leg)
         if leg in self._turns:
             self._turns.remove(leg)
         while leg.packed:
@@ -154,8 +176,9 @@ class Sender:
     def _next_leg(self) -> Leg | None:
         """The next leg, in turn, that may hold one more slot; None where there is none, or no slot is free."""
         has_slot = self.slots.num_free > 0
+        serial = self._serial
         for leg in self._turns:
-            if (has_slot or leg.mode is Mode.RAW) and self._has_room(leg) and self._serial.may_pack(leg):
+            if (has_slot or leg.mode is Mode.RAW) and self._has_room(leg) and (serial is None or serial.may_pack(leg)):
                 self._turns.remove(leg)
                 self._turns.append(leg)
                 return leg
@@ -181,16 +204,20 @@ class Sender:
             return
         slot = self.slots.take(SlotState.FILLING)
         assert slot is not None
-        legs = [leg, *self._companions(leg, work, segment)]
-        works = tuple(each.works[0] for each in legs)
-        lease = Lease(slot, list(legs))
+        legs: tuple[Leg, ...] = (leg,)
+        works: tuple[ChunkWork, ...] = (work,)
+        wants_digest = leg.peer.verify
+        if len(leg.sharing.legs) > 1:
+            legs = (leg, *self._companions(leg, work, segment))
+            works = tuple(each.works[0] for each in legs)
+            wants_digest = any(each.peer.verify for each in legs)
         for each in legs:
             self._advance(each)
             each.num_filling += 1
             each.num_emitted += 1
+        self._count_gathers(leg)
         self._num_operations += 1
-        self._gathers[self._num_operations] = _GatherOp(lease, segment, tuple(legs), works)
-        wants_digest = any(each.peer.verify for each in legs)
+        self._gathers[self._num_operations] = _GatherOp(Lease(slot, list(legs)), segment, legs, works)
         # A shared gather heeds one leg's flag: the legs of a transfer stop together.
         self._outbox.append(Gather(self._num_operations, slot, work.source, segment, leg.cancel, wants_digest))
 
@@ -198,7 +225,7 @@ class Sender:
         """Legs of the same transfer that need the very same segment now: it is gathered once for all of them."""
         return [
             other
-            for other in leg.alike
+            for other in leg.sharing.legs
             if other is not leg
             and other.works  # it has its turn, too
             and other.mode is leg.mode

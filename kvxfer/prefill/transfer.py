@@ -15,7 +15,7 @@ from kvxfer.coverage import Coverage
 from kvxfer.errors import LayoutError
 from kvxfer.layout import Group, LayerRange, PoolLayout, TokenRange
 from kvxfer.ownership import Int64Array, local_len
-from kvxfer.prefill.leg import Leg, Mode
+from kvxfer.prefill.leg import Leg
 from kvxfer.transfer import Reason
 
 NO_PAGES = PageTable(TokenRange(0, 0), np.empty(0, dtype=np.int64))
@@ -97,8 +97,8 @@ class Transfer:
     def add_leg(self, leg: Leg) -> None:
         """A decode agent has sent its grant. A group of `n` agents is whole when each brought its `n`-th part."""
         self.num_decode_groups = leg.grant.num_decode_groups
-        leg.alike = next((each.alike for each in self.legs.values() if each.sends_alike(leg)), [])
-        leg.alike.append(leg)
+        leg.sharing = next((each.sharing for each in self.legs.values() if each.sends_alike(leg)), leg.sharing)
+        leg.sharing.legs.append(leg)
         self.legs[leg.peer.incarnation] = leg
         parts = sum(Fraction(1, each.peer.dst_world) for each in self.legs.values())
         self.has_all_legs = parts == self.num_decode_groups
@@ -117,17 +117,6 @@ class Transfer:
         if not self.has_last:
             problems.append("its last chunk was not submitted")
         return ", ".join(problems)
-
-    @property
-    def num_gathers_to_come(self) -> int:
-        """Segments that are planned and have no sender slot. Legs that send the same rows share their gathers."""
-        num_gathers = 0
-        for leg in self.legs.values():
-            if len(leg.alike) == 1:
-                num_gathers += 0 if leg.mode is Mode.RAW else leg.num_unpacked
-            elif leg is leg.alike[0]:
-                num_gathers += _num_shared_gathers(leg.alike)
-        return num_gathers
 
     def stats(self, now: float) -> TransferStats:
         """Sums over the legs."""
@@ -177,16 +166,6 @@ class Transfer:
         self.has_last = submit.last
         self.aux = submit.aux or self.aux
         return chunk
-
-
-def _num_shared_gathers(legs: list[Leg]) -> int:
-    """Gathers to come of legs that send the same rows: of each chunk as many as the leg that is least far needs."""
-    most: dict[int, int] = {}
-    for leg in legs:
-        waiting = {} if leg.mode is Mode.RAW or not leg.num_unpacked else leg.segments_to_gather()
-        for chunk, num_segments in waiting.items():
-            most[chunk] = max(most.get(chunk, 0), num_segments)
-    return sum(most.values())
 
 
 def _chunk_layers(group: Group, layers: LayerRange | None) -> LayerRange:

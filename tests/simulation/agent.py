@@ -38,8 +38,8 @@ class WatchedSlots(SlotTable):
         self._on_move = on_move
         self.num_moves = 0
 
-    def _set(self, slot: int, state: SlotState) -> None:
-        super()._set(slot, state)
+    def move(self, slot: int, state: SlotState) -> None:
+        super().move(slot, state)
         self._on_move(slot, state)
         self.num_moves += 1
 
