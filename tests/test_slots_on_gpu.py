@@ -19,6 +19,7 @@ from kvxfer.control.handoff import StreamMemory
 from kvxfer.control.handoff_listener import HandoffListener
 from kvxfer.control.shared_memory import SharedMemory, attach, share
 from kvxfer.errors import (
+    BoundsError,
     ConfigError,
     EngineMissingError,
     HandoffError,
@@ -31,8 +32,10 @@ from kvxfer.memory import HostMemory
 from kvxfer.ops.config import SlotConfig
 from kvxfer.slot_memory import SlotMemory
 from kvxfer.streams.device import MappedPool, PoolHandle
+from kvxfer.streams.legacy import allocate_legacy
 from kvxfer.streams.ring import Ring
 from kvxfer.transports import Completion, MemoryKind, Outcome, Region, RegionDescriptor, WriteBatch, create_transport
+from kvxfer.transports._metadata import decode_metadata
 from kvxfer.transports.loopback import LoopbackTransport
 from kvxfer.transports.loopback_options import LoopbackFaults, LoopbackOptions
 from tests.control.pools import OFFER, client_of, expect_refusal
@@ -259,6 +262,36 @@ def test_a_copy_that_fails_ends_its_writes_alone(cuda: FakeIpc) -> None:
     assert pair.ends(1)[0].outcome is Outcome.FAILED
     cuda.fail("cuEventQuery", 0)
     pair.write((0, 0, 1))
+    assert pair.ends(1)[0].outcome is Outcome.DONE
+    pair.close()
+
+
+@pytest.mark.usefixtures("cuda")
+def test_rows_are_copied_out_of_memory_of_others_as_well() -> None:
+    """A pool that the agent has mapped: it has no handle to give out, and is a source alone."""
+    pair = Pair()
+    pool = allocate_legacy(64 << 10, 0)
+    address = pool.pool.address
+    rows = np.ctypeslib.as_array(FakeIpc.bytes_at(address, 64 << 10))
+    rows[:] = np.random.default_rng(3).integers(1, 256, rows.size)
+    own = pair.writer.register(Region(address, 64 << 10, kind=MemoryKind.DEVICE))
+    assert [region.region_id for region in decode_metadata(pair.writer.metadata(), "loopback").regions] == [1]
+
+    begin = pair.slots[0].address(0)
+    pair.bytes(0)[:16] = 7
+    # A row of 24 bytes of each 96 of the pool, last first, and at the end one of the slots.
+    entries = [(address - begin + 96 * row, 24 * (599 - row), 24) for row in range(600)] + [(0, 24 * 600, 16)]
+    write_id = pair.write(*entries)
+    assert [(end.write_id, end.outcome) for end in pair.ends(1)] == [(write_id, Outcome.DONE)]
+    assert (pair.bytes(1)[: 24 * 600].reshape(600, 24) == rows[: 96 * 600].reshape(600, 96)[::-1, :24]).all()
+    assert (pair.bytes(1)[24 * 600 :][:16] == 7).all()
+    assert (pair.writer.counters.num_descriptors, pair.writer.counters.num_bytes) == (601, 24 * 600 + 16)
+
+    pair.writer.deregister(own)
+    with pytest.raises(BoundsError, match="expected a range inside one registered region"):
+        pair.write(entries[0])
+    pool.close()
+    pair.write((0, 0, 16))
     assert pair.ends(1)[0].outcome is Outcome.DONE
     pair.close()
 

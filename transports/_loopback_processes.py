@@ -33,7 +33,7 @@ it does so from most of a last-level cache on, and first reads what it is about 
 makes 12."""
 _pack_piece = programs.PIECE.pack
 _PARK_JOB = _pack_piece(programs.PARK, 0, 0, 0, 0.0, 0).ljust(programs.PIECE_BYTES, b"\0")
-_LEAST_BYTES = 256 << 10
+_LEAST_BYTES = 64 << 10
 """What a thread of the agent copies while a job finds its process."""
 _MAX_PIECES = 64
 _LOST = "a copying process of the wire has ended, expected it to live as long as the transport"

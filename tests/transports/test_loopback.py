@@ -188,8 +188,8 @@ def test_paced_writes_hold_the_wire_one_after_another(make_lane: MakeLane) -> No
 def test_processes_copy_large_writes_and_a_thread_small_ones(make_lane: MakeLane) -> None:
     lane = make_lane(LoopbackOptions(num_copy_processes=3), 24 << 20)
     lane.source.array[:] = np.random.default_rng(1).integers(1, 256, lane.source.num_bytes, dtype=np.uint8)
-    # Each is cut up another way, or not at all; those below 256 KiB are the thread's.
-    sizes = [(11 << 20) + 7, (4 << 20) - 1, 1 << 20, 3, 2 << 20, 70_000]
+    # Each is cut up another way, or not at all; those below 64 KiB are the thread's.
+    sizes = [(11 << 20) + 7, (4 << 20) - 1, 1 << 20, 3, 2 << 20, 60_000]
     firsts = np.cumsum([0, *(size + 1 for size in sizes)])[:-1].tolist()
     write_ids = {lane.write(first=first, length=size) for first, size in zip(firsts, sizes, strict=True)}
     write_ids.add(lane.write(first=20 << 20, count=3, length=(1 << 20) + 5))
