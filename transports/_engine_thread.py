@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from kvxfer.transports._completions import CompletionQueue
@@ -125,7 +126,7 @@ class EngineThread:
             self._end_posted(peer, "the engine object was destroyed before the write had ended")
 
     def submit(self, write_id: int, peer: str, entries: CheckedWrite) -> None:
-        self._commands.put(lambda: self._enqueue(_Write(write_id, peer, entries)))
+        self._commands.put(partial(self._enqueue, _Write(write_id, peer, entries)))
 
     def drop(self, peer: str, then: Callable[[], None]) -> None:
         """End every write to `peer`, then call `then`, both on the thread."""
@@ -193,10 +194,11 @@ class EngineThread:
 
     def _take_commands(self, timeout_s: float | None) -> None:
         """Run the commands that are there; wait for one for up to `timeout_s` seconds, for ever with None."""
-        with contextlib.suppress(queue.Empty):
-            self._commands.get(block=timeout_s != 0.0, timeout=timeout_s or None)()
-            while True:
-                self._commands.get_nowait()()
+        if timeout_s != 0.0:
+            with contextlib.suppress(queue.Empty):
+                self._commands.get(timeout=timeout_s)()
+        while not self._commands.empty():
+            self._commands.get()()
 
     def _enqueue(self, write: _Write) -> None:
         self._peers.setdefault(write.peer, _PeerQueue()).waiting.append(write)

@@ -15,18 +15,17 @@ import os
 import pathlib
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from kvxfer.errors import EngineMissingError, TransportError
 from kvxfer.streams.driver import Gpu
 from kvxfer.transports._engine_thread import EngineError
 from kvxfer.transports._engine_transport import UnreachablePeerError, host_id
 from kvxfer.transports._metadata import Metadata
+from kvxfer.transports._nixl_requests import NixlErrors, NixlRequests
 from kvxfer.transports._regions import CheckedWrite
 from kvxfer.transports._ucx_log import UcxLog
 from kvxfer.transports.base import Outcome, Region
@@ -121,48 +120,22 @@ class NixlEngine:
             ) from error
         self._peers: dict[str, Metadata] = {}
         self._resting: OrderedDict[str, None] = OrderedDict()  # endpoints of dropped peers that are still loaded
-        self._faulty: set[str] = set()  # endpoints that a write has failed to, or may still be under way to
-        self._endpoint_of: dict[int, str] = {}  # by handle
+        self.errors = NixlErrors(bindings)
+        self._requests = NixlRequests(bindings, self._agent, self._backend, self.errors)
         self._num_unreachable = 0  # peers that were gone when they were to be loaded
-        self.mapped_errors = (
-            bindings.nixlBackendError,
-            bindings.nixlCancelledError,
-            bindings.nixlInvalidParamError,
-            bindings.nixlMismatchError,
-            bindings.nixlNotAllowedError,
-            bindings.nixlNotFoundError,
-            bindings.nixlNotPostedError,
-            bindings.nixlNotSupportedError,
-            bindings.nixlRemoteDisconnectError,
-            bindings.nixlRepostActiveError,
-            bindings.nixlUnknownError,
-        )
-
-    @contextlib.contextmanager
-    def map_nixl_errors(self, outcome: Outcome, doing: str) -> Iterator[None]:
-        """Turn NIXL's exceptions into an `EngineError` with `outcome`."""
-        try:
-            yield
-        except self._nixl.nixlBackendError as error:
-            raise UnreachablePeerError(outcome, f"NIXL {doing}: {error}") from error
-        except self.mapped_errors as error:
-            raise EngineError(outcome, f"NIXL {doing}: {type(error).__name__} {error}") from error
 
     def register(self, region: Region) -> None:
-        with self._context, self.map_nixl_errors(Outcome.FAILED, f"registering {region.num_bytes} bytes"):
+        with self._context, self.errors.mapping(Outcome.FAILED, f"registering {region.num_bytes} bytes"):
             self._agent.registerMem(self._registration(region), [self._backend])
 
     def deregister(self, region: Region) -> None:
-        with self._context, self.map_nixl_errors(Outcome.FAILED, f"deregistering {region.num_bytes} bytes"):
+        with self._context, self.errors.mapping(Outcome.FAILED, f"deregistering {region.num_bytes} bytes"):
+            self._requests.drop_idle()
             self._agent.deregisterMem(self._registration(region), [self._backend])
 
     def _registration(self, region: Region) -> object:
-        place = self._place(region.gpu_index)
+        place = self._requests.place(region.gpu_index)
         return self._nixl.nixlRegDList(place[0], [(region.address, region.num_bytes, place[1], "")])
-
-    def _place(self, gpu_index: int) -> tuple[Any, int]:
-        """NIXL's kind of memory, and the device."""
-        return (self._nixl.DRAM_SEG, 0) if gpu_index < 0 else (self._nixl.VRAM_SEG, gpu_index)
 
     def metadata(self) -> bytes:
         with self._context:
@@ -171,7 +144,8 @@ class NixlEngine:
     def add_peer(self, peer: str, metadata: Metadata) -> None:
         self._check_memory(peer, metadata)
         try:
-            with self._context, self.map_nixl_errors(Outcome.FAILED, f"loading the metadata of peer {peer}"):
+            with self._context, self.errors.mapping(Outcome.FAILED, f"loading the metadata of peer {peer}"):
+                self._requests.drop_idle()
                 loaded = self._agent.loadRemoteMD(metadata.engine)
         except UnreachablePeerError:
             self._num_unreachable += 1
@@ -211,8 +185,10 @@ class NixlEngine:
         metadata = self._peers.pop(peer, None)
         if metadata is None:
             return
-        if metadata.endpoint in self._faulty:
-            self._faulty.remove(metadata.endpoint)
+        with self._context:
+            self._requests.drop_idle()
+        if metadata.endpoint in self._requests.faulty:
+            self._requests.faulty.remove(metadata.endpoint)
             self._forget(metadata.endpoint)
             return
         # Forgetting a peer that lives leaves a connection open on both sides for ever, so one that did no harm rests
@@ -223,7 +199,7 @@ class NixlEngine:
             self._forget(oldest)
 
     def _forget(self, endpoint: str) -> None:
-        with self._context, self.map_nixl_errors(Outcome.FAILED, f"dropping peer {endpoint}"):
+        with self._context, self.errors.mapping(Outcome.FAILED, f"dropping peer {endpoint}"):
             self._agent.invalidateRemoteMD(endpoint)
 
     def is_ready(self, peer: str) -> bool:
@@ -231,74 +207,19 @@ class NixlEngine:
 
     def post(self, peer: str, entries: CheckedWrite) -> int | None:
         with self._context:
-            return self._post(self._peers[peer].endpoint, entries)
-
-    def _post(self, endpoint: str, entries: CheckedWrite) -> int | None:
-        with self.map_nixl_errors(Outcome.FAILED, "preparing a write"):
-            # Measured on single slots: preparing each write afresh costs 20-60 us, a prepared list no less.
-            handle = self._agent.createXferReq(
-                self._nixl.NIXL_WRITE,
-                self._descriptors(entries.table[:, 0], entries, entries.src_gpu),
-                self._descriptors(entries.table[:, 1], entries, entries.dst_gpu),
-                endpoint,
-                "",
-                [self._backend],
-            )
-        self._endpoint_of[handle] = endpoint
-        with self._released_on_fault(handle), self.map_nixl_errors(Outcome.UNKNOWN, "posting a write"):
-            status = self._agent.postXferReq(handle, "")
-        return None if self._is_done(handle, status) else int(handle)
+            return self._requests.post(self._peers[peer].endpoint, entries)
 
     def check(self, token: int) -> bool:
         with self._context:
-            with self._released_on_fault(token), self.map_nixl_errors(Outcome.UNKNOWN, "watching a write"):
-                status = self._agent.getXferStatus(token)
-            return self._is_done(token, status)
+            return self._requests.check(token)
 
     def abandon(self, token: int) -> None:
-        self._faulty.add(self._endpoint_of[token])
         with self._context:
-            self._release(token)
-
-    def _is_done(self, handle: int, status: object) -> bool:
-        if status == self._nixl.NIXL_IN_PROG:
-            return False
-        if status != self._nixl.NIXL_SUCCESS:
-            self._faulty.add(self._endpoint_of[handle])
-        self._release(handle)
-        if status != self._nixl.NIXL_SUCCESS:
-            raise EngineError(Outcome.UNKNOWN, f"NIXL reported status {status}")
-        return True
-
-    def _descriptors(
-        self, addresses: np.ndarray[Any, np.dtype[np.uint64]], entries: CheckedWrite, gpu_index: int
-    ) -> object:
-        kind, device = self._place(gpu_index)
-        table = np.empty((entries.num_entries, 3), dtype=np.uint64)
-        table[:, 0] = addresses
-        table[:, 1] = entries.table[:, 2]
-        table[:, 2] = device
-        return self._nixl.nixlXferDList(kind, table)
-
-    @contextlib.contextmanager
-    def _released_on_fault(self, handle: int) -> Iterator[None]:
-        try:
-            yield
-        except EngineError:
-            self._faulty.add(self._endpoint_of[handle])
-            self._release(handle)
-            raise
-
-    def _release(self, handle: int) -> None:
-        self._endpoint_of.pop(handle, None)
-        # Releasing frees the handle only; a write that is under way goes on, which its outcome says.
-        try:
-            self._agent.releaseXferReq(handle)
-        except self.mapped_errors as error:
-            _logger.warning("NIXL kept the handle of an ended write: %s", error)
+            self._requests.abandon(token)
 
     def destroy(self) -> None:
         """End everything the object does. This, and nothing less, stops writes that were posted."""
         with self._context:
+            self._requests.close()
             self._agent = None
         ucx_log().read_new()

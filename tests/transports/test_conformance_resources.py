@@ -57,6 +57,38 @@ def test_registrations_peers_rotations_and_whole_transports_leak_nothing(engine:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_the_same_write_is_exact_again_whatever_was_made_anew_meanwhile(engine: Engine) -> None:
+    with PeerProcess(engine) as writer, PeerProcess(engine) as target:
+        num_bytes = 1 << 20
+
+        def write(region_id: int) -> None:
+            writer.bytes[:num_bytes] += 1
+            region = [region_id, target.bytes.size]
+            entry = [[0, 4096, num_bytes]]
+            writer.call("write", peer=target.incarnation, entries=entry, region=region, contiguous=True)
+            assert set(writer.outcomes(1).values()) == {"done"}
+            assert (target.bytes[4096 : 4096 + num_bytes] == writer.bytes[:num_bytes]).all()
+
+        fill_random(writer, seed=4)
+        writer.knows(target)
+        for _ in range(3):
+            write(1)
+        writer.call("register_cycles", count=1)
+        write(1)
+        target.call("register_cycles", count=1)
+        writer.knows(target)
+        region_id = 2
+        for _ in range(2):
+            write(region_id)
+        writer.call("drop_peer", peer=target.incarnation)
+        writer.knows(target)
+        write(region_id)
+        writer.call("rotate")
+        write(region_id)
+        assert (writer.finish(), target.finish()) == (0, 0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_closed_transport_holds_no_more_than_the_library_itself(engine: Engine) -> None:
     # Mooncake keeps a pool of threads for the life of the process, UCX its log: they do not grow (see above).
     kept = {"loopback": (0, 0), "nixl": (3, 0), "mooncake": (12, 8)}[engine.transport]

@@ -100,7 +100,7 @@ from kvxfer.transports._nixl_engine import NixlEngine, NixlOptions, load_binding
 nixl = load_bindings(NixlOptions(interface="lo"))
 engine = NixlEngine(nixl, "only", True, has_gpu_slots=False)
 raised = {name for name, kind in vars(nixl).items() if isinstance(kind, type) and issubclass(kind, Exception)}
-print(*sorted(raised - {kind.__name__ for kind in engine.mapped_errors}))
+print(*sorted(raised - {kind.__name__ for kind in engine.errors.mapped}))
 engine.destroy()
 exit_process(0)
 """
