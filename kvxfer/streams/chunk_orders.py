@@ -22,6 +22,7 @@ from kvxfer.streams.spans import MAX_WORD_BYTES, Order, PoolSide, SlotSide, segm
 
 _NUM_SHAPES: Final = 32
 _NO_OFFSETS: Final = np.empty(0, dtype=np.int64)
+_Table = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +42,8 @@ class _Shape:
 
     `words`: `[num_pieces, SPAN_WORDS]` as they lie in a lane, but for the first byte in the pool and the width of
     words; segment `i` has rows `[first_piece[i], first_piece[i + 1])` of it. `bits`: what keeps words narrow beside
-    the pool's addresses. Its table are the rows `table[i]` of the block's offsets, one slice after the other.
+    the pool's addresses. Its table are the rows `tables[i]` of the block's offsets, `[first, end)` one after the other;
+    tables that are equal are one object.
     """
 
     words: Int64Array
@@ -51,12 +53,13 @@ class _Shape:
     last_row: Int64Array
     first_piece: Int64Array
     pieces: list[slice]
-    tables: list[list[slice]]
+    tables: list[_Table]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _BlockOrders:
-    """The segments of a block, as in its `_Shape`; one of those in `linear` needs no table."""
+    """The segments of a block, as in its `_Shape`; one of those in `linear` needs no table. Segments that follow each
+    other and have the same table get it as one object."""
 
     first_segment: int
     end_segment: int
@@ -64,15 +67,17 @@ class _BlockOrders:
     row_offsets: Int64Array
     shape: _Shape
     linear: frozenset[int]
+    kept: tuple[_Table, Int64Array] | None = None  # the table that was asked for last, and its offsets
 
     def order(self, segment: int) -> Order:
         idx = segment - self.first_segment
         words, table = self.words[self.shape.pieces[idx]], self.shape.tables[idx]
         if idx in self.linear:
             return Order(words, _NO_OFFSETS)
-        if len(table) == 1:
-            return Order(words, self.row_offsets[table[0]])
-        return Order(words, np.concatenate([self.row_offsets[rows] for rows in table]))
+        if self.kept is None or self.kept[0] is not table:
+            parts = [self.row_offsets[first:end] for first, end in table]
+            self.kept = table, parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return Order(words, self.kept[1])
 
 
 class ChunkOrders:
@@ -182,16 +187,18 @@ def _shape_of(
     bits = pieces.slot_offset_bytes | (row_bytes | slot.num_bytes | MAX_WORD_BYTES)
     which = [slice(*ends) for ends in zip(first_piece[:-1].tolist(), first_piece[1:].tolist(), strict=True)]
     tables = [
-        _slices(pieces.first_row[which[idx]], end_row[which[idx]])
+        _ranges(pieces.first_row[which[idx]], end_row[which[idx]])
         if is_apart[idx]
-        else [slice(int(first_in_table[idx]), int(end_in_table[idx]))]
+        else ((int(first_in_table[idx]), int(end_in_table[idx])),)
         for idx in range(len(which))
     ]
+    kept = {table: table for table in tables}
+    tables = [kept[table] for table in tables]
     return _Shape(words, bits, pieces.layer_idx, pieces.first_row, end_row - 1, at, which, tables)
 
 
-def _slices(firsts: Int64Array, ends: Int64Array) -> list[slice]:
-    return [slice(first, end) for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
+def _ranges(firsts: Int64Array, ends: Int64Array) -> _Table:
+    return tuple(zip(firsts.tolist(), ends.tolist(), strict=True))
 
 
 def _cut_block(rows: tuple[int, int, int], cut: BlockCut, first_segment: int, end_segment: int) -> _Pieces:

@@ -1,4 +1,5 @@
-"""The orders of chunks, worked out once and kept as long as somebody has the chunk."""
+"""From moves to what a stream is ordered to do. The orders of a chunk are worked out once and kept as long as somebody
+has the chunk."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kvxfer.operations import PeerRows, SegmentSource
+from kvxfer.operations import Move, PeerRows, SegmentSource
 from kvxfer.ownership import Int64Array
 from kvxfer.streams.chunk_orders import ChunkOrders
-from kvxfer.streams.ring import DST_COLUMN, SPAN_WORDS, SRC_COLUMN, MemoryIndex, Ring
+from kvxfer.streams.ring import DST_COLUMN, NO_SUM, SPAN_WORDS, SRC_COLUMN, MemoryIndex, Ring, SumKind, SumOrder
 from kvxfer.streams.spans import Order, PoolSide, SlotSide, pull_orders
+from kvxfer.streams.stream_operation import Look, Operation
 
 
 class OrderBook:
@@ -18,20 +20,36 @@ class OrderBook:
 
     def __init__(self, pool_bytes: int, slot_bytes: int, ring: Ring) -> None:
         self._pool_bytes = pool_bytes
+        self._slot_bytes = slot_bytes
         self._ring = ring
         slot = SlotSide(MemoryIndex.SLOTS, slot_bytes)
-        self.gathers = SlotOrders(pool_bytes, slot, ring, is_gather=True)
-        """From the pool into slots."""
-        self.scatters = SlotOrders(pool_bytes, slot, ring, is_gather=False)
-        """From slots into the pool."""
+        self._gathers = _SlotOrders(pool_bytes, slot, ring, is_gather=True)
+        self._scatters = _SlotOrders(pool_bytes, slot, ring, is_gather=False)
         self._pulls: WeakKeyDictionary[SegmentSource, list[Order]] = WeakKeyDictionary()
-        self.from_staging = np.zeros(SPAN_WORDS, dtype=np.int64)
-        """What is added to the spans of a scatter, `[SPAN_WORDS]` int64, that finds its segment in `STAGING`."""
-        self.from_staging[SRC_COLUMN] = MemoryIndex.STAGING - MemoryIndex.SLOTS
+        self._from_staging = np.zeros(SPAN_WORDS, dtype=np.int64)  # added to spans whose segment is checked there
+        self._from_staging[SRC_COLUMN] = MemoryIndex.STAGING - MemoryIndex.SLOTS
 
-    def pulls(self, source: SegmentSource, src: PeerRows) -> list[Order]:
-        """From a peer's pool, the one that stands for `src.index` as long as `source` lives, into the pool, the whole
-        chunk. Raises `LayoutError`."""
+    def gather(self, move: Move, slot: int, look_after: Look | None) -> Operation:
+        """From the pool into `slot`. Raises `LayoutError`, as all of these."""
+        summed = NO_SUM if move.row_sum is None else SumOrder(SumKind.MOVED, slot * self._slot_bytes)
+        return Operation(move, self._gathers.orders(move), self._gathers.added(slot), summed, look_after)
+
+    def scatter(self, move: Move, slot: int) -> Operation:
+        """From `slot` into the pool."""
+        row_sum, orders = move.row_sum, self._scatters.orders(move)
+        if row_sum is None:
+            return Operation(move, orders, self._scatters.added(slot), NO_SUM, None)
+        # Each order stages and sums the whole segment, also one of several: what another found may not hold any more.
+        summed = SumOrder(SumKind.CHECKED, slot * self._slot_bytes, row_sum.num_bytes, row_sum.expected)
+        return Operation(move, orders, self._from_staging, summed, None)
+
+    def pull(self, move: Move, src: PeerRows, look_at_end: Look) -> Operation:
+        """From a peer's pool into the pool, the whole chunk."""
+        orders = self.pull_orders(move.source, src)
+        return Operation(move, orders[::-1], 0, NO_SUM, None, src.index, look_at_end)
+
+    def pull_orders(self, source: SegmentSource, src: PeerRows) -> list[Order]:
+        """Those of a pull of `source`; one peer's pool stands for `src.index` as long as that lives."""
         orders = self._pulls.get(source)
         if orders is None:
             peer = PoolSide(src.index, src.num_bytes, src.addresses)
@@ -41,7 +59,7 @@ class OrderBook:
         return orders
 
 
-class SlotOrders:
+class _SlotOrders:
     """Orders between a pool and slots, one way."""
 
     def __init__(self, pool_bytes: int, slot: SlotSide, ring: Ring, *, is_gather: bool) -> None:
@@ -52,14 +70,15 @@ class SlotOrders:
         self._chunks: WeakKeyDictionary[SegmentSource, ChunkOrders] = WeakKeyDictionary()
         self._added: dict[int, Int64Array] = {}
 
-    def chunk(self, source: SegmentSource) -> ChunkOrders:
-        """Those of all segments of a chunk."""
-        orders = self._chunks.get(source)
-        if orders is None:
+    def orders(self, move: Move) -> list[Order]:
+        """Of a move's segment, the first one last. Raises `LayoutError`."""
+        source = move.source
+        chunk = self._chunks.get(source)
+        if chunk is None:
             pool = PoolSide(MemoryIndex.POOL, self._pool_bytes, source.addresses)
-            orders = ChunkOrders(source.plan, pool, self._slot, self._ring.max_offsets, is_gather=self._is_gather)
-            self._chunks[source] = orders
-        return orders
+            chunk = ChunkOrders(source.plan, pool, self._slot, self._ring.max_offsets, is_gather=self._is_gather)
+            self._chunks[source] = chunk
+        return chunk.segment(move.segment)[::-1]
 
     def added(self, slot: int) -> Int64Array:
         """What is added to their spans, `[SPAN_WORDS]` int64, for the slot that is meant."""

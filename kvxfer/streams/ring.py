@@ -39,7 +39,7 @@ NUM_ENTRIES: Final = 1024
 ENTRY_BYTES: Final = 64
 MAX_SPANS: Final = 64
 SPAN_WORDS: Final = 16
-_WORDS_OF_A_SPAN: Final = 9  # the rest is padding
+_WORDS_OF_A_SPAN: Final = 9
 SRC_COLUMN, DST_COLUMN = 3, 6  # of a span's words: memory, first byte and table of a side
 LINEAR: Final = -1
 """In place of a table: rows lie one behind the other."""
@@ -175,8 +175,7 @@ class Ring:
         """Row offsets that a lane has room for."""
         words: npt.NDArray[np.int64] = memory.array.view(np.int64)
         self._words = words
-        # Single words are read and written here: in half the time that an array takes.
-        self._cells = memory.array.data.cast("q")
+        self._cells = memory.array.data.cast("q")  # for single words: half the time that an array takes
         lanes = words[LANES_OFFSET_BYTES // 8 :].reshape(num_lanes, -1)
         self._spans = [lane[_SPANS_WORD:OFFSETS_WORD].reshape(MAX_SPANS, SPAN_WORDS) for lane in lanes]
         self._offsets = [lane[OFFSETS_WORD:] for lane in lanes]
@@ -223,18 +222,19 @@ class Ring:
         offsets: npt.NDArray[np.int64],
         summed: SumOrder = NO_SUM,
         added: npt.NDArray[np.int64] | int = 0,
+        *,
+        has_offsets: bool = False,
     ) -> None:
-        """Write what the next order for this lane moves; the lane is in use by no entry. Spans are rows as in
-        `Span.words`, `[num_spans, SPAN_WORDS]` int64: at most `MAX_SPANS`, with at most `max_offsets` offsets. To each
-        `added`, `[SPAN_WORDS]`, is added."""
+        """Write what the next order for this lane moves; the lane is in use by no entry. Spans are rows as `Span`,
+        `[num_spans, SPAN_WORDS]` int64, to each of which `added` is added: at most `MAX_SPANS`, with at most
+        `max_offsets` offsets. `has_offsets`: these were written into the lane before, and no others since."""
         num_spans, num_offsets = len(span_words), len(offsets)
         assert num_spans <= MAX_SPANS, "a segment has too many spans"
         assert num_offsets <= self.max_offsets, "a segment has too many rows"
         np.add(span_words, added, out=self._spans[lane][:num_spans])
-        num_used = _SPANS_WORD + num_spans * SPAN_WORDS
-        if num_offsets:
+        if num_offsets and not has_offsets:
             self._offsets[lane][:num_offsets] = offsets
-            num_used = OFFSETS_WORD + num_offsets
+        num_used = OFFSETS_WORD + num_offsets if num_offsets else _SPANS_WORD + num_spans * SPAN_WORDS
         _LANE_HEAD.pack_into(self._cells, 8 * self._lane_word(lane), num_spans, num_used, *summed.words())
 
     def order(self, number: int, code: OrderCode, lane: int = 0) -> None:

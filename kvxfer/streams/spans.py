@@ -45,7 +45,8 @@ class SlotSide:
 
 class Order(NamedTuple):
     """What one entry moves: at most `MAX_SPANS` spans as they lie in a lane, `[num_spans, SPAN_WORDS]` int64, and the
-    tables that they name, `[num_offsets]` int64. Not to be written to: others may share them."""
+    tables that they name, `[num_offsets]` int64. Never written to: others share them, and a lane is
+    known to hold the table that it got last."""
 
     span_words: Int64Array
     offsets: Int64Array

@@ -16,10 +16,10 @@ from functools import partial
 
 from kvxfer.errors import LayoutError
 from kvxfer.operations import Move, Moved, MoveReports, PeerRows, SegmentSource, failed
-from kvxfer.ownership import Int64Array
 from kvxfer.row_sums import BLOCK_BYTES
-from kvxfer.streams.order_book import OrderBook, SlotOrders
-from kvxfer.streams.ring import NO_SUM, OrderCode, Ring, SumKind, SumOrder
+from kvxfer.streams.lanes import Lanes
+from kvxfer.streams.order_book import OrderBook
+from kvxfer.streams.ring import OrderCode, Ring
 from kvxfer.streams.ring_watch import Awaited, RingWatch
 from kvxfer.streams.stream_operation import Look, Operation, Running
 
@@ -46,7 +46,7 @@ class StreamMover:
         self._running: deque[Running] = deque()  # in the order of their numbers
         self._ended: list[Moved] = []  # and handed out by the next `look`
         self._checked: deque[tuple[Operation, BaseException | None]] = deque()  # whose slot was looked at, by threads
-        self._free_lanes = list(range(ring.num_lanes))
+        self._lanes = Lanes(ring)
         self._next_number = 0  # of the entry that gets an order next
         self._num_waiting = 0  # orders of what waits
         self._num_checked = 0  # orders of operations whose slot is looked at first
@@ -88,26 +88,21 @@ class StreamMover:
 
     def gather(self, move: Move, slot: int, look: Look | None) -> None:
         """`RowExecutor.gather`."""
-        way = self._orders.gathers
-        summed = NO_SUM if move.row_sum is None else SumOrder(SumKind.MOVED, slot * self._slot_bytes)
-        operation = self._operation(move, way, way.added(slot), summed, look)
-        if operation is not None:
-            self._add(operation)
+        try:
+            operation = self._orders.gather(move, slot, look)
+        except LayoutError as error:
+            self._mover.report(failed(move.operation, move.segment, error))
+            return
+        self._add(operation)
 
     def scatter(self, move: Move, slot: int, look: Look | None) -> None:
-        """`RowExecutor.scatter`."""
-        way, row_sum = self._orders.scatters, move.row_sum
-        if row_sum is not None:
-            # Each order stages and sums the whole segment, also one of several: what another found may not hold any
-            # more.
-            first_byte = slot * self._slot_bytes
-            summed = SumOrder(SumKind.CHECKED, first_byte, row_sum.num_bytes, row_sum.expected)
-            operation = self._operation(move, way, self._orders.from_staging, summed)
-        else:
-            operation = self._operation(move, way, way.added(slot))
-        if operation is None:
+        """`RowExecutor.scatter`. A stream that checks the segment takes the place of `look`."""
+        try:
+            operation = self._orders.scatter(move, slot)
+        except LayoutError as error:
+            self._mover.report(failed(move.operation, move.segment, error))
             return
-        if row_sum is not None or look is None:
+        if look is None or move.row_sum is not None:
             self._add(operation)
             return
         self._num_checked += len(operation.orders)
@@ -116,16 +111,16 @@ class StreamMover:
     def prepare_pull(self, source: SegmentSource, src: PeerRows) -> None:
         """`RowExecutor.prepare_pull`. What is wrong with it is for the pull to say."""
         with contextlib.suppress(LayoutError):
-            self._orders.pulls(source, src)
+            self._orders.pull_orders(source, src)
 
     def pull(self, move: Move, src: PeerRows, look: Look) -> None:
         """`RowExecutor.pull`."""
         try:
-            orders = self._orders.pulls(move.source, src)
+            operation = self._orders.pull(move, src, look)
         except LayoutError as error:
             self._mover.report(failed(move.operation, move.segment, error))
             return
-        self._add(Operation(move, orders[::-1], 0, NO_SUM, None, src.index, look))
+        self._add(operation)
 
     def uses_peer(self, index: int) -> bool:
         """Whether an order that was given, or is to be given, names the memory of that index."""
@@ -137,23 +132,6 @@ class StreamMover:
         something. Until this is said otherwise; what is given goes on."""
         self._must_rest = must_rest
         self._advance()
-
-    def _operation(
-        self,
-        move: Move,
-        way: SlotOrders,
-        added: Int64Array,
-        summed: SumOrder = NO_SUM,
-        look_after: Look | None = None,
-    ) -> Operation | None:
-        """None where it has failed already."""
-        try:
-            orders = way.chunk(move.source).segment(move.segment)
-        except LayoutError as error:
-            self._mover.report(failed(move.operation, move.segment, error))
-            return None
-        orders.reverse()
-        return Operation(move, orders, added, summed, look_after)
 
     def _slot_checked(self, operation: Operation, future: Future[object]) -> None:
         """The slot of a scatter was looked at. Called by the thread that did."""
@@ -229,7 +207,7 @@ class StreamMover:
         self._cancel()
         self._give()
         running, ready = self._running, self._ready
-        is_short = bool(self._waiting and self._free_lanes and not self._is_held)
+        is_short = bool(self._waiting and self._lanes and not self._is_held)
         wants_entries = is_short or self._has_surplus()
         if not (running or wants_entries or ready):
             self._watch.rest()
@@ -254,13 +232,16 @@ class StreamMover:
                 self._ended.append(failed(operation.move.operation, operation.move.segment, problem))
 
     def _end_done(self) -> None:
-        running, ring = self._running, self._ring
+        running, ring, over = self._running, self._ring, []
         while running and ring.is_done(running[0].number):
             number, lane, operation = running.popleft()
-            self._free_lanes.append(lane)
+            self._lanes.give_back(lane)
             operation.num_running -= 1
             operation.take_sum(ring, number)
-            self._end_if_over(operation)
+            if not operation.num_running and not operation.orders:
+                over.append(operation)
+        if over:
+            self._end(over)
 
     def _cancel(self) -> None:
         """Orders whose flag is set: those that no entry has are dropped, the others skipped if they have not begun."""
@@ -276,20 +257,20 @@ class StreamMover:
             for running in self._running:
                 if running.operation is operation:
                     self._ring.order(running.number, OrderCode.SKIP)
-            self._end_if_over(operation)
+            if not operation.num_running:
+                self._end([operation])
 
     def _give(self) -> None:
         """Give orders to entries that have none, and skip those that nothing will follow for."""
-        num_enqueued, ring = self._num_enqueued(), self._ring
-        while self._waiting and self._free_lanes and self._next_number < num_enqueued and not self._is_held:
-            operation, lane, number = self._waiting[0], self._free_lanes.pop(), self._next_number
-            span_words, offsets = operation.orders.pop()
+        num_enqueued = self._num_enqueued()
+        while self._waiting and self._lanes and self._next_number < num_enqueued and not self._is_held:
+            operation, number = self._waiting[0], self._next_number
+            lane = self._lanes.take(operation.orders.pop(), operation.summed, operation.added)
             if not operation.orders:
                 self._waiting.popleft()
             self._num_waiting -= 1
             operation.began_s = operation.began_s or time.perf_counter()
-            ring.fill_lane_words(lane, span_words, offsets, operation.summed, operation.added)
-            ring.order(number, OrderCode.RUN, lane)
+            self._ring.order(number, OrderCode.RUN, lane)
             self._running.append(Running(number, lane, operation))
             operation.num_running += 1
             self._next_number = number + 1
@@ -312,22 +293,21 @@ class StreamMover:
         """More than were asked for would be the fault of the stream's owner, and must not lead the ring astray."""
         return min(self._ring.num_enqueued, self._num_wanted)
 
-    def _end_if_over(self, operation: Operation) -> None:
-        if operation.num_running or operation.orders:
-            return
-        number = operation.move.operation
-        if (end := self._ring.end) is not None:
-            # Its owner may have skipped it before the order was there.
-            self._ended.append(Moved(number, 0.0, end, was_begun=True))
-            return
-        if operation.is_cancelled:
-            self._ended.append(Moved(number, 0.0, None, was_begun=False))
-            return
-        busy_s = time.perf_counter() - operation.began_s
-        if operation.look_after is None:
-            self._ended.append(operation.done(busy_s))
-            return
-        self._mover.call(operation.look_after).add_done_callback(partial(self._looked, operation.move, busy_s))
+    def _end(self, operations: list[Operation]) -> None:
+        """They have no order any more that was not given or has not ended."""
+        end, now_s = self._ring.end, time.perf_counter()
+        for operation in operations:
+            move = operation.move
+            if end is not None:
+                # Its owner may have skipped it before the order was there.
+                self._ended.append(Moved(move.operation, 0.0, end, was_begun=True))
+            elif operation.is_cancelled:
+                self._ended.append(Moved(move.operation, 0.0, None, was_begun=False))
+            elif operation.look_after is None:
+                self._ended.append(operation.done(now_s - operation.began_s))
+            else:
+                looked = partial(self._looked, move, now_s - operation.began_s)
+                self._mover.call(operation.look_after).add_done_callback(looked)
 
     def _looked(self, move: Move, busy_s: float, future: Future[object]) -> None:
         """The rows of a gather were looked at."""

@@ -70,7 +70,7 @@ def assert_at_rest(world: AgentWorld) -> None:
         )
         until(world, lambda slots=slots: slots.count(SlotState.FREE) == slots.num_slots, "a slot is held")  # type: ignore[misc]
         mover = thread.agent._sidecar.rows
-        assert len(mover._free_lanes) == mover._ring.num_lanes  # type: ignore[attr-defined]
+        assert len(mover._lanes) == mover._ring.num_lanes  # type: ignore[attr-defined]
 
 
 def take_as_it_is(world: AgentWorld) -> None:
