@@ -28,6 +28,9 @@ class MemoryKind(enum.Enum):
     DEVICE = "device"
 
 
+_DEVICE = MemoryKind.DEVICE  # Python 3.11 looks a member up by a function
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """Local memory to be registered. `fd` is the memfd behind it, where there is one (the owner keeps it).
@@ -46,7 +49,7 @@ class Region:
     @property
     def gpu_index(self) -> int:
         """`device_index` of memory of a GPU, -1 for host memory."""
-        return self.device_index if self.kind is MemoryKind.DEVICE else -1
+        return self.device_index if self.kind is _DEVICE else -1
 
 
 class RegionDescriptor(msgspec.Struct, frozen=True, gc=False):
@@ -109,6 +112,9 @@ class Outcome(enum.Enum):
     UNKNOWN = "unknown"  # it may still read its source and write its target until rotate() or the peer's proven death
 
 
+_DONE = Outcome.DONE
+
+
 class Completion(msgspec.Struct, frozen=True, gc=False):
     """End of one write. `detail` says what the engine reported; it is empty for `DONE`."""
 
@@ -147,7 +153,7 @@ class Counters:
     def count(self, outcome: Outcome, num_descriptors: int, num_bytes: int) -> None:
         """Note the end of a write."""
         self.num_writes += 1
-        if outcome is Outcome.DONE:
+        if outcome is _DONE:
             self.num_descriptors += num_descriptors
             self.num_bytes += num_bytes
         elif outcome is Outcome.FAILED:

@@ -41,6 +41,7 @@ from kvxfer.transports.base import (
 from kvxfer.transports.loopback_options import LoopbackFaults, LoopbackOptions
 
 _NAME = "loopback"
+_DONE = Outcome.DONE
 _NO_FAULTS = LoopbackFaults()  # without a draw a write
 
 
@@ -163,11 +164,12 @@ class LoopbackTransport:
         others = self._completions.drain()
         if not done:
             return others
+        ends = [Completion(write.write_id, _DONE) for write in done]
         with self._lock:
             self.counters.post_s += busy_s
             for write in done:
-                self.counters.count(Outcome.DONE, write.entries.num_entries, write.entries.num_bytes)
-        return [Completion(write.write_id, Outcome.DONE) for write in done] + others
+                self.counters.count(_DONE, write.entries.num_entries, write.entries.num_bytes)
+        return ends + others if others else ends
 
     def fileno(self) -> int:
         return self._completions.fileno() if self._paced is None else self._paced.fileno()
