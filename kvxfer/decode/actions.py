@@ -1,16 +1,15 @@
-"""What the decode core asks its agent to do. The core does no I/O itself."""
+"""What the decode core asks its agent to do. The core does no I/O itself. Tuples: a segment takes several."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvxfer.addresses import BlockAddresses
 from kvxfer.control.messages import DecodeToPrefill, Segment, Source, TransferEvent
 from kvxfer.operations import CancelFlag, SegmentSource
 
 
-@dataclass(frozen=True, slots=True)
-class Scatter:
+class Scatter(NamedTuple):
     """Put the rows of the landed segment that `notice` announced into the worker's pages. Ends in
     `DecodeCore.scatter_ended`."""
 
@@ -28,8 +27,7 @@ class Scatter:
         return self.notice.segment
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparePull:
+class PreparePull(NamedTuple):
     """A `Pull` of these rows will follow when they are written, or nothing: work out now how it is done."""
 
     peer: str
@@ -37,8 +35,7 @@ class PreparePull:
     src_addresses: tuple[BlockAddresses, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Pull:
+class Pull(NamedTuple):
     """Copy a chunk's rows straight out of the mapped pool of `peer` into the worker's pages, then look at the lease
     (word, value): the rows count only while it holds. Ends in `DecodeCore.scatter_ended`."""
 
@@ -50,23 +47,20 @@ class Pull:
     cancel: CancelFlag
 
 
-@dataclass(frozen=True, slots=True)
-class PairWith:
+class PairWith(NamedTuple):
     """Pair with a prefill agent. Ends in `DecodeCore.peer_paired` or `pairing_failed`."""
 
     source: Source
 
 
-@dataclass(frozen=True, slots=True)
-class SendToPeer:
+class SendToPeer(NamedTuple):
     """Hand a message to the control connection of a prefill agent (by incarnation)."""
 
     peer: str
     message: DecodeToPrefill
 
 
-@dataclass(frozen=True, slots=True)
-class Notify:
+class Notify(NamedTuple):
     """Tell the worker."""
 
     event: TransferEvent

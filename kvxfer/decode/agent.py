@@ -201,22 +201,22 @@ class DecodeAgent:
             self._sidecar.rows.expect(self._core.num_moves_to_come, 0)
 
     def _scatter(self, scatter: Scatter) -> None:
-        notice, rows = scatter.notice, self._sidecar.rows
+        operation, notice, source, cancel = scatter
+        sidecar = self._sidecar
+        rows = sidecar.rows
         try:
-            self._sidecar.slots.flush()
+            sidecar.slots.flush()
         except TransportError as error:
-            self._sidecar.mover.report(failed(scatter.operation, scatter.segment, error))
+            sidecar.mover.report(failed(operation, notice.segment, error))
             return
         look = row_sum = None
-        expected = expected_sum(notice) if rows.checks_scatters else None
+        expected = expected_sum(notice) if notice.checksum and rows.checks_scatters else None
         if expected is not None:
-            first_byte, end_byte = scatter.source.plan.segment_range(scatter.segment)
-            row_sum = RowSum(partial(check_sum, notice), end_byte - first_byte, expected)
+            row_sum = RowSum(partial(check_sum, notice), notice.num_bytes, expected)  # as many as were planned
         elif self._verify or notice.checksum:
             look = partial(self._check, scatter)
-        move = Move(scatter.operation, scatter.source, scatter.segment, scatter.cancel, row_sum)
-        self._sidecar.trace.begin("scatter", scatter.operation, scatter.slot, scatter.segment)
-        rows.scatter(move, scatter.slot, look)
+        sidecar.trace.begin("scatter", operation, notice.slot, notice.segment)
+        rows.scatter(Move(operation, source, notice.segment, cancel, row_sum), notice.slot, look)
 
     def _check(self, scatter: Scatter) -> None:
         """Raise `IntegrityError` unless the segment has arrived as it was packed."""

@@ -210,22 +210,25 @@ class DecodeCore:
         self._dispatch(self.receives[leg.transfer], leg, message, now)
 
     def _leg(self, incarnation: str, transfer: str, generation: int) -> ReceiveLeg | None:
-        receive = self.receives.get(transfer)
+        receive = self._life.receives.get(transfer)
         if receive is None or receive.generation != generation:
             return None
-        return next((leg for leg in receive.legs if leg.source.incarnation == incarnation and not leg.is_closed), None)
+        for leg in receive.legs:
+            if leg.source.incarnation == incarnation and not leg.is_closed:
+                return leg
+        return None
 
     def _dispatch(self, receive: Receive, leg: ReceiveLeg, message: PrefillToDecode, now: float) -> None:
         match message:
+            case Segment():
+                self._segment(receive, leg, message, now)
+            case Want():
+                if receive.is_open:
+                    self._life.lender.want(leg, message.num_leased)
             case Chunk() | PullChunk():
                 self._chunk(receive, leg, message, now)
             case PullReady():
                 self._moves.pull(receive, leg, message.chunk)
-            case Want():
-                if receive.is_open:
-                    self._life.lender.want(leg, message.num_leased)
-            case Segment():
-                self._segment(receive, leg, message, now)
             case Finished():
                 leg.finished = message
                 self._life.advance(receive, now)

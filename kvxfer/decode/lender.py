@@ -47,6 +47,8 @@ class SlotLender:
 
     def lend(self) -> None:
         """Credit free slots, one a turn. With half of them quarantined none is lent, until they have been renewed."""
+        if not (self._turns and self.slots.num_free):
+            return
         if self.slots.count(SlotState.QUARANTINED) > self.slots.num_slots // 2:
             return
         given: dict[int, tuple[ReceiveLeg, list[int]]] = {}

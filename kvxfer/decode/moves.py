@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvxfer.control.messages import Segment
 from kvxfer.decode.actions import Action, PreparePull, Pull, Scatter
@@ -11,8 +11,7 @@ from kvxfer.decode.receive import Receive, ReceivedChunk, ReceiveLeg, RowsToPull
 from kvxfer.transfer import Reason
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
+class _Move(NamedTuple):
     """A segment on its way, or a whole chunk that is pulled: its `slot` is None."""
 
     receive: Receive
@@ -73,7 +72,8 @@ class Moves:
             self._life.fail(receive, Reason.CORRUPT if is_corrupt else reason, error, now)
         elif move.slot is None:
             self._pulled(move)
-        self._life.advance(receive, now)
+        if receive.num_scattering == 0:  # as long as others run, nothing can end by this
+            self._life.advance(receive, now)
         if move.slot is not None:
             self._life.lender.end_scatter(move.slot)
 
