@@ -9,9 +9,11 @@ from typing import Protocol
 
 import msgspec
 
+from kvxfer.addresses import PageTable
 from kvxfer.control.messages import Finished, Grant, LegStatus, PathFigures, PullReady, Segment
 from kvxfer.operations import CancelFlag, SegmentSource
 from kvxfer.routes import Route
+from kvxfer.segments import ChunkPlan
 from kvxfer.transfer import LEG_MOVES, LegState
 
 
@@ -151,6 +153,8 @@ class Leg:
     num_ended: int = 0
     sharing: Sharing = field(default_factory=Sharing)  # those that send the same rows, this one among them
     lease: tuple[int, int] | None = None  # word and value under which the peer may pull
+    uncounted: dict[int, tuple[ChunkPlan, tuple[PageTable, ...]]] = field(default_factory=dict)
+    """Chunks that the peer pulls and whose runs are counted when it has: nobody waits for them then."""
     pulling: set[int] = field(default_factory=set)  # chunks that the peer was told to pull and has not reported
     is_sending: bool = False  # mode serial: the packed segments go out, nothing more is packed
     quiesced_sent_at: float = 0.0
@@ -159,6 +163,11 @@ class Leg:
     @property
     def key(self) -> tuple[str, int]:
         return self.transfer, self.grant.generation
+
+    @property
+    def can_pull(self) -> bool:
+        """Whether the peer may pull rows itself."""
+        return self.grant.can_pull and self.lease is not None
 
     @property
     def reads_pool(self) -> bool:

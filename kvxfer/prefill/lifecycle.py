@@ -28,7 +28,7 @@ from kvxfer.prefill.sender import Sender
 from kvxfer.prefill.transfer import Transfer
 from kvxfer.slots import SlotTable
 from kvxfer.transfer import EventKind, LegState, Reason
-from kvxfer.wire import plan_chunk
+from kvxfer.wire import count_runs, plan_chunk, resolve
 
 _log = logging.getLogger("kvxfer.prefill")
 
@@ -88,6 +88,10 @@ class Lifecycle:
     def pulled(self, transfer: Transfer, leg: Leg, chunk: int, now: float) -> None:
         """The peer reads `chunk` of an active leg no more; said again it changes nothing."""
         leg.pulling.discard(chunk)
+        uncounted = leg.uncounted.pop(chunk, None)
+        if uncounted is not None and self.layout is not None:
+            plan, tables = uncounted
+            leg.num_runs += count_runs(plan, resolve(plan, leg.peer.route, "src", self.layout, tables))
         self.advance(transfer, now)
 
     def end_lease(self, leg: Leg) -> None:
@@ -165,6 +169,7 @@ class Lifecycle:
         leg.move(LegState.STOPPING)
         self.end_lease(leg)
         leg.unready.clear()
+        leg.uncounted.clear()
         self.unready_legs.pop(leg, None)
         self.sender.stop(leg)
         self.send(leg, LegFailed(transfer=leg.transfer, generation=leg.grant.generation, reason=reason, detail=detail))

@@ -10,7 +10,7 @@ import logging
 import time
 from typing import NamedTuple
 
-from kvxfer.addresses import PageTable, count_runs, resolve
+from kvxfer.addresses import BlockAddresses, PageTable, count_runs, resolve
 from kvxfer.control.messages import Chunk, PullChunk, PullReady
 from kvxfer.errors import LayoutError
 from kvxfer.operations import SegmentSource
@@ -18,6 +18,7 @@ from kvxfer.prefill.leg import ChunkWork, Leg, Mode, UnreadyChunk
 from kvxfer.prefill.lifecycle import Lifecycle
 from kvxfer.prefill.policy import choose_mode
 from kvxfer.prefill.transfer import NO_PAGES, SubmittedChunk, Transfer
+from kvxfer.segments import ChunkPlan
 from kvxfer.transfer import LegState, Reason
 from kvxfer.wire import plan_chunk
 
@@ -35,22 +36,20 @@ def plan_for_leg(life: Lifecycle, transfer: Transfer, leg: Leg, chunk: Submitted
     ranges = tuple(table.token_range for table in tables)
     try:
         plan = plan_chunk(route, ranges, grant.wanted, grant.have, chunk.layers, leg.peer.segment_bytes)
-        addresses = resolve(plan, route, "src", life.layout, tables)
+        if plan.num_segments and leg.mode is Mode.AUTO and leg.can_pull:
+            _choose(life, leg, 0, plan.num_bytes)
+        is_pulled = plan.num_segments > 0 and leg.mode is Mode.P2P
+        addresses = () if is_pulled else resolve(plan, route, "src", life.layout, tables)  # its peer's task
     except LayoutError as error:
         life.fail(transfer, Reason.LAYOUT_MISMATCH, str(error), now)
         return
-    if plan.num_segments and leg.mode is Mode.P2P and leg.lease is None:
+    if is_pulled and leg.lease is None:
         life.fail(transfer, Reason.PEER_REFUSED, "mode p2p: no lease word is free", now)
         return
-    num_runs = count_runs(plan, addresses)
     leg.num_chunks += 1
     leg.num_rows += plan.num_rows
     leg.num_segments += plan.num_segments
     leg.num_bytes += plan.num_bytes
-    leg.num_runs += num_runs
-    plan_s = time.perf_counter() - began_s
-    transfer.plan_s += plan_s
-    life.totals.plan_s += plan_s
     announcement = Chunk(
         transfer=leg.transfer,
         generation=grant.generation,
@@ -60,21 +59,32 @@ def plan_for_leg(life: Lifecycle, transfer: Transfer, leg: Leg, chunk: Submitted
         num_segments=plan.num_segments,
         num_bytes=plan.num_bytes,
     )
-    if plan.num_segments and leg.mode is Mode.AUTO:
-        _choose(life, leg, num_runs, plan.num_bytes)
     what: ChunkWork | PullReady
-    if plan.num_segments and leg.mode is Mode.P2P:
+    if is_pulled:
         life.send(leg, _to_pull(leg, announcement, tables))
+        leg.uncounted[chunk.chunk] = plan, tables
         what = PullReady(transfer=leg.transfer, generation=grant.generation, chunk=chunk.chunk)
     else:
+        _count_and_choose(life, leg, plan, addresses)
         life.send(leg, announcement)
         what = ChunkWork(chunk.chunk, SegmentSource(plan, addresses))
         life.sender.expect_work(leg, plan.num_segments)
+    plan_s = time.perf_counter() - began_s
+    transfer.plan_s += plan_s
+    life.totals.plan_s += plan_s
     if plan.num_segments and chunk.ready > life.timeline:
         leg.unready.append(UnreadyChunk(chunk.ready, what))
         life.unready_legs[leg] = None
     else:
         _release(life, leg, what)
+
+
+def _count_and_choose(life: Lifecycle, leg: Leg, plan: ChunkPlan, addresses: tuple[BlockAddresses, ...]) -> None:
+    """Rows that nobody pulls go by the way that their runs make the fastest."""
+    num_runs = count_runs(plan, addresses)
+    leg.num_runs += num_runs
+    if plan.num_segments and leg.mode is Mode.AUTO:
+        _choose(life, leg, num_runs, plan.num_bytes)
 
 
 def _release(life: Lifecycle, leg: Leg, what: ChunkWork | PullReady) -> None:
@@ -107,7 +117,7 @@ def reach_timeline(life: Lifecycle, value: int, now: float) -> None:
 def _choose(life: Lifecycle, leg: Leg, num_runs: int, num_bytes: int) -> None:
     """Settle the way of a leg with its first rows."""
     choice = choose_mode(
-        can_pull=leg.grant.can_pull and leg.lease is not None,
+        can_pull=leg.can_pull,
         why_not_raw=_why_not_raw(life, leg),
         figures=leg.peer.figures,
         num_runs=num_runs,
