@@ -26,6 +26,8 @@ def local_row(tokens: Int64Array, shard: Shard) -> Int64Array:
     """
     if shard.size == 1:
         return tokens
+    if shard.interleave == 1:
+        return tokens // shard.size
     return tokens // (shard.size * shard.interleave) * shard.interleave + tokens % shard.interleave
 
 
