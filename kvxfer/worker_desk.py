@@ -181,6 +181,8 @@ class WorkerDesk:
                 self._waiting_worker = (sender, message, request_id)
             else:
                 self._answer(sender, message, request_id, now)
+                # What it leads to begins before the next request is looked at, and is told of after the answer.
+                self._agent.perform(now)
 
         drain(self.channel, handle)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvxfer.control.channel import Channel
 from kvxfer.control.client import DecodeClient
-from kvxfer.control.messages import Message, Ok, Open, SlotsMapped, WorkerReply
+from kvxfer.control.messages import AbortTransfer, Message, Ok, Open, SlotsMapped, WorkerReply
 from kvxfer.control.worker_stream import WorkerStream
 from kvxfer.layout import Placement, Shard
 from kvxfer.memory import HostMemory
@@ -220,6 +221,32 @@ def test_a_worker_that_leaves_in_good_order_writes_no_more(agent: _Agent, memory
     until(lambda: "lost" in agent.told)
     assert not agent.sidecar.rows.may_still_move
     agent.is_quiet = True
+
+
+def test_what_a_request_leads_to_begins_after_its_answer_and_before_the_next_request(
+    agent: _Agent, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = agent.sidecar.desk
+    order: list[str] = []
+
+    def serve(*_: object) -> WorkerReply:
+        order.append("served")
+        return Ok()
+
+    def two_requests(_: Channel, handle: Callable[[bytes, Message, int], None]) -> None:
+        for request_id in (1, 2):
+            handle(desk._worker or b"", AbortTransfer(transfer=A), request_id)
+
+    def receive_two() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(agent, "worker_request", serve)
+            patch.setattr(desk.channel, "send", lambda *_: order.append("answered"))
+            patch.setattr(agent, "perform", lambda *_: order.append("performed"))
+            desk.receive(two_requests, 0.0)
+
+    with _connect(agent, memory):
+        agent.do(receive_two)
+    assert order == ["served", "answered", "performed"] * 2
 
 
 def test_what_was_skipped_by_a_leaving_worker_does_not_count_as_moved(agent: _Agent, memory: HostMemory) -> None:

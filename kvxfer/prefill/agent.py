@@ -267,8 +267,9 @@ class PrefillAgent:
         self._core.rotated(now)
 
     def perform(self, now: float) -> None:
-        """Do what the core asks for, and what follows from it."""
-        while actions := self._core.take_actions():
+        """Do what the core asks for, and what follows from it; a gather is under way before the next is prepared."""
+        actions = self._core.take_actions()
+        while True:
             for action in actions:
                 match action:
                     case SendToPeer():
@@ -280,8 +281,10 @@ class PrefillAgent:
                         self._gather(action)
                     case Write():
                         self._writes.post(action, now)
-        self._tell_outlook()  # before peers hear of anything: by that a stream of the worker begins with the gathers
-        self._links.flush()
+            self._tell_outlook()  # before peers hear of anything: by that a stream of the worker begins with a gather
+            self._links.flush()
+            if not actions or not (actions := self._core.take_actions()):
+                return
 
     def _tell_outlook(self) -> None:
         """Let a stream of the worker prepare for what is planned, and drop what it has prepared for in vain."""

@@ -86,7 +86,7 @@ class PrefillCore:
         )
 
     def take_actions(self) -> list[Action]:
-        """What to do now, in order."""
+        """What to do now, in order; call it until there is nothing."""
         return self._life.take_actions()
 
     # ---- the worker ----

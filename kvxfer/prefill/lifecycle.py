@@ -72,9 +72,9 @@ class Lifecycle:
         _log.warning("a gather has failed, its rows go run by run: %s", error)
 
     def take_actions(self) -> list[Action]:
-        """What to do now, in order. Slots are given out here, once for all that has happened since the last call."""
-        if self._pump_at is not None:
-            self.sender.pump(self._pump_at)
+        """What to do now, in order; call it until there is nothing. Slots are given out here, for all that has happened
+        since the last call; of gathers there is one at a time, so that it can begin before the next is prepared."""
+        if self._pump_at is not None and not self.sender.pump(self._pump_at):
             self._pump_at = None
         actions = self.outbox.copy()
         self.outbox.clear()

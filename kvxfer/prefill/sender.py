@@ -96,15 +96,20 @@ class Sender:
         leg.credits.extend(dst_slots)
         self.write_packed(leg, now)
 
-    def pump(self, now: float) -> None:
-        """Emit every gather and write that slots and credits allow."""
+    def pump(self, now: float) -> bool:
+        """Emit every write that slots and credits allow, and one gather; whether there is another one."""
         if self._serial is not None:
             for leg in self._serial.waiting(self._turns):
                 self.write_packed(leg, now)
+        has_gather = False
         while (leg_next := self._next_leg()) is not None:
+            if has_gather:
+                return True
+            has_gather = leg_next.mode is not Mode.RAW
             self._lease(leg_next, now)
         if self._advanced:
             self._send_wants()
+        return False
 
     def write_packed(self, leg: Leg, now: float) -> None:
         """Emit a write for every packed segment of `leg` that has a credit."""
@@ -179,8 +184,6 @@ class Sender:
         serial = self._serial
         for leg in self._turns:
             if (has_slot or leg.mode is Mode.RAW) and self._has_room(leg) and (serial is None or serial.may_pack(leg)):
-                self._turns.remove(leg)
-                self._turns.append(leg)
                 return leg
         return None
 
@@ -194,7 +197,9 @@ class Sender:
         return self.slots.has_room(0 if leg.mode is Mode.SERIAL else num_used, self.num_peers)
 
     def _lease(self, leg: Leg, now: float) -> None:
-        """Give the leg's next segment a free slot and emit its gather."""
+        """Give the leg's next segment a free slot and emit its gather; then it is the others' turn."""
+        self._turns.remove(leg)
+        self._turns.append(leg)
         work = leg.works[0]
         segment = work.next_segment
         if leg.mode is Mode.RAW:

@@ -243,14 +243,18 @@ class PrefillDriver:
         assert self.core.num_reading_pool == 0
 
     def _take(self) -> None:
-        for action in self.core.take_actions():
-            self.actions.append(action)
-            match action:
-                case Gather():
-                    self.gathers.append(action)
-                case Write():
-                    self.writes.append(action)
-                case SendToPeer():
-                    self.sent.append((action.peer, action.message))
-                case Notify():
-                    self.events.append(action.event)
+        while actions := self.core.take_actions():
+            for action in actions:
+                self._note(action)
+
+    def _note(self, action: Action) -> None:
+        self.actions.append(action)
+        match action:
+            case Gather():
+                self.gathers.append(action)
+            case Write():
+                self.writes.append(action)
+            case SendToPeer():
+                self.sent.append((action.peer, action.message))
+            case Notify():
+                self.events.append(action.event)

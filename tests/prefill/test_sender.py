@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.control.messages import Chunk, Finished, LegFailed, Quiesced, Want
+from kvxfer.control.messages import Chunk, Finished, LegFailed, Quiesced, Submit, Want
 from kvxfer.layout import Shard
+from kvxfer.prefill.actions import Gather, SendToPeer
 from kvxfer.prefill.leg import Mode
 from kvxfer.slots import SlotState
 from kvxfer.transfer import EventKind, LegState, Reason
 from kvxfer.transports.base import Outcome
-from tests.prefill.driver import ROW_BYTES, SEGMENT_BYTES, PrefillDriver
+from tests.prefill.driver import ROW_BYTES, SEGMENT_BYTES, PrefillDriver, pages_for
 
 SENT = [EventKind.SOURCE_FREE, EventKind.SENT]
 
@@ -43,6 +44,23 @@ def test_a_peer_alone_leaves_the_last_slot_to_one_that_comes_late() -> None:
     driver.submit(moving, 0, 64)
     driver.run([late], moving)
     assert driver.kinds(moving) == SENT
+
+
+def test_gathers_are_handed_out_one_at_a_time() -> None:
+    """So that the first begins before the others are prepared; peers hear of all that were leased by then."""
+    driver = PrefillDriver(num_slots=4)
+    transfer = driver.ticket()
+    peers = [driver.pair(Shard(rank=rank, size=2), rank=rank, world=2) for rank in range(2)]
+    for peer in peers:
+        driver.grant(peer, transfer, 64)
+    groups = (pages_for(driver.layout, 0, 64),)
+    driver.core.submit(Submit(transfer=transfer, groups=groups, last=True, deadline_s=60.0), driver.now)
+    taken = []
+    while actions := driver.core.take_actions():
+        taken.append(actions)
+    assert [sum(isinstance(each, Gather) for each in actions) for actions in taken] == [1] * 3, "the last slot is kept"
+    wants = [each.message for each in taken[-1] if isinstance(each, SendToPeer) and isinstance(each.message, Want)]
+    assert [want.num_leased for want in wants] == [2, 1]
 
 
 def test_legs_of_one_peer_take_turns() -> None:

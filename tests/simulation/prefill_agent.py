@@ -134,7 +134,9 @@ class SimPrefill(SimAgent[Action]):
     # ---- actions ----
 
     def new_actions(self) -> list[Action]:
-        actions = self.core.take_actions()
+        actions: list[Action] = []
+        while found := self.core.take_actions():
+            actions += found
         for action in actions:
             self.world.judge.prefill_action(self, action)
         return actions
