@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import zmq
+from zmq.backend import zmq_poll
 
 from kvxfer.control.auth import AllowList, encode_key
 
@@ -32,13 +33,13 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 _monitor_numbers = itertools.count()
-# Plain numbers: operations on the library's enumerations take longer than the call.
-_READY, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
+_READABLE = int(zmq.POLLIN)  # a plain number: operations on the library's enumerations take longer than the call
 
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits. Asked before `recv`: the exception for one that is not there costs three times more."""
-    return bool(int(socket.getsockopt(_READY)) & _READABLE)
+    """Whether a message waits. Asked before `recv`: the exception for one that is not there costs four times more, and
+    the option that tells it nearly twice."""
+    return bool(zmq_poll([(socket, _READABLE)], 0))
 
 
 class Doorkeeper:
