@@ -42,10 +42,10 @@ def test_streams_have_programs_by_the_way_that_rows_go(
 ) -> None:
     """A pool of a prefill worker that cannot be shared is not, and the log says why; nobody pulls from the others."""
     pool = HostMemory.create(POOL_BYTES, "pool")
-    made: list[tuple[DevicePool, int]] = []
+    made: list[tuple[DevicePool, int, bool]] = []
 
-    def make(ring: Ring, device_pool: DevicePool, slots: HostMemory, *, max_ctas: int) -> HostRowStream:
-        made.append((device_pool, max_ctas))
+    def make(ring: Ring, device_pool: DevicePool, slots: HostMemory, *, max_ctas: int, may_bind: bool) -> HostRowStream:
+        made.append((device_pool, max_ctas, may_bind))
         return HostRowStream(ring, pool, slots)
 
     def refuse(_: DevicePool) -> None:
@@ -56,6 +56,6 @@ def test_streams_have_programs_by_the_way_that_rows_go(
     caplog.set_level(logging.INFO, "kvxfer.worker")
     device_pool = DevicePool(pool.address, POOL_BYTES, 0)
     with FakeAgent(tmp_path, accept_all, is_prefill=is_prefill), connect(tmp_path, device_pool, layout()):
-        assert made == [(device_pool, max_ctas)]
+        assert made == [(device_pool, max_ctas, is_prefill)]  # a slot is filled by gathers alone
     assert ("cannot pull rows out of the pool: pool: got memory without a legacy" in caplog.text) == is_prefill
     pool.close()
