@@ -94,6 +94,11 @@ class RowExecutor(Protocol):
         ...
 
     @property
+    def fills_in_turn(self) -> bool:
+        """Whether slots should be given to gathers in the order of their numbers, round and round."""
+        ...
+
+    @property
     def sums_gathers(self) -> bool:
         """Whether gathers may have a `RowSum`."""
         ...

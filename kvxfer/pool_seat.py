@@ -15,6 +15,7 @@ from kvxfer.row_sums import BLOCK_BYTES
 from kvxfer.rows_host import ByteArray
 from kvxfer.streams.own_mover import OwnStreamMover
 from kvxfer.streams.ring import OFFSETS_WORD, Ring
+from kvxfer.streams.slot_binding import offer_slots
 
 MIN_LANES, MAX_LANES = 16, 64
 """Orders that a stream may have at once: one for each slot, within these bounds. A GPU on which processes take turns
@@ -26,12 +27,16 @@ def make_ring(layout: PoolLayout, slot_bytes: int, num_slots: int, *, checks_seg
     """A ring for a pool that lies so. A lane has room for the rows of a whole slot, if all lanes together stay small;
     a segment with more rows takes several orders. Rows that are pulled have an offset on both sides, hence the factor
     of 2. With `checks_segments` the stream's owner has memory to check a segment as large as a slot, where slots begin
-    at multiples of a block of sums. Raises `OSError` where memory is short."""
+    at multiples of a block of sums. An owner that gathers may bind entries to the slots. Raises `OSError` where memory
+    is short."""
     num_lanes = max(MIN_LANES, min(num_slots, MAX_LANES))
     row_bytes = [group.row_bytes for group in layout.groups if group.placement is not Placement.STATE]
     max_rows = slot_bytes // min(row_bytes, default=slot_bytes)
     max_offsets = max(1, min(2 * max_rows, _LANES_BYTES // num_lanes // 8 - OFFSETS_WORD))
-    return Ring.create(num_lanes, max_offsets, slot_bytes if checks_segments and slot_bytes % BLOCK_BYTES == 0 else 0)
+    checked_bytes = slot_bytes if checks_segments and slot_bytes % BLOCK_BYTES == 0 else 0
+    ring = Ring.create(num_lanes, max_offsets, checked_bytes)
+    offer_slots(ring, num_slots, slot_bytes)
+    return ring
 
 
 class PoolSeat:

@@ -127,6 +127,7 @@ class HostExecutor:
 
     has_timeline = False
     timeline = 0
+    fills_in_turn = False
     sums_gathers = checks_scatters = False  # `look` is called by the thread that moves the rows
     may_still_move = False
 

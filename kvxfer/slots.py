@@ -42,11 +42,20 @@ LANDING_MOVES: Mapping[SlotState, frozenset[SlotState]] = {
 }
 
 
+_MOVING = frozenset({SlotState.FILLING, SlotState.IN_FLIGHT})
+"""States that end without anybody else's doing, unless a peer dies."""
+
+
 class SlotTable:
     """The state of every slot, and who a quarantined one waits for.
 
     A move that the table does not allow is a bug of ours and raises `AssertionError`.
     """
+
+    in_turn = False
+    """Whether slots are taken in the order of their numbers, round and round, because whoever fills them does so: one
+    that is passed over costs time. So what is about to be free is waited for, and what waits for a peer, or is slow, is
+    passed over."""
 
     def __init__(self, num_slots: int, moves: Mapping[SlotState, frozenset[SlotState]]) -> None:
         if num_slots < 1:
@@ -57,6 +66,10 @@ class SlotTable:
         self._free = deque(range(num_slots))
         self._counts = dict.fromkeys(SlotState, 0) | {SlotState.FREE: num_slots}
         self._quarantine: dict[int, str] = {}
+        self._next = 0  # in turn
+        self._num_taken = [0] * num_slots
+        self._num_taken_before = list(self._num_taken)  # at the last `mark_slow`
+        self._slow: set[int] = set()
 
     def state(self, slot: int) -> SlotState:
         """The state of `slot`."""
@@ -84,13 +97,39 @@ class SlotTable:
         num_reserved = 1 if num_held and self.num_slots > 2 else 0
         return self._counts[SlotState.FREE] > num_reserved and num_held < self.share(num_peers)
 
+    def next_free(self) -> int | None:
+        """The slot that `take` would move: the one that has been free for longest, or whose turn it is. None where
+        none is free, or the next one in turn will soon be."""
+        if not self.in_turn:
+            return self._free[0] if self._free else None
+        for step in range(self.num_slots if self._free else 0):
+            slot = (self._next + step) % self.num_slots
+            state = self._states[slot]
+            if state is SlotState.FREE:
+                return slot
+            if state in _MOVING and slot not in self._slow:
+                return None
+        return None
+
     def take(self, state: SlotState) -> int | None:
-        """Move the slot that has been free for longest to `state`; None when none is free."""
-        if not self._free:
+        """Move the slot that `next_free` names to `state`."""
+        slot = self.next_free()
+        if slot is None:
             return None
-        slot = self._free.popleft()
+        self._free.remove(slot)
+        self._next = slot + 1
+        self._num_taken[slot] += 1
         self.move(slot, state)
         return slot
+
+    def mark_slow(self) -> None:
+        """To be called now and then: slots that have been in use ever since the last call are not waited for."""
+        self._slow = {
+            slot
+            for slot, state in enumerate(self._states)
+            if state is not SlotState.FREE and self._num_taken[slot] == self._num_taken_before[slot]
+        }
+        self._num_taken_before = list(self._num_taken)
 
     def move(self, slot: int, state: SlotState) -> None:
         """Move `slot` on."""

@@ -112,7 +112,7 @@ def test_what_a_killed_worker_still_writes_reaches_no_slot(
         world.submit(request, 0, 5)
         rows = agent._sidecar.rows
         assert isinstance(rows, StreamMover)
-        until(lambda: bool(rows._running))  # an order that the stream has not come to
+        until(lambda: bool(rows._entries.is_any_running))  # an order that the stream has not come to
         old = agent._sidecar.slots.address(0)
         _, killed = world.prefill.pop()
         killed._link.handoff.close()

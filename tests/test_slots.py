@@ -113,3 +113,53 @@ def test_counts_and_states_agree_after_any_legal_steps(steps: list[tuple[int, in
         states = [table.state(each) for each in range(5)]
         assert {state: table.count(state) for state in SlotState} == {state: states.count(state) for state in SlotState}
         assert table.num_quarantined("peer") == states.count(SlotState.QUARANTINED)
+
+
+def test_slots_in_turn_wait_for_what_is_about_to_be_free() -> None:
+    table = SlotTable(3, SENDER_MOVES)
+    table.in_turn = True
+    assert [table.take(SlotState.FILLING) for _ in range(4)] == [0, 1, 2, None]
+    for slot in (1, 2):
+        table.move(slot, SlotState.FREE)
+    assert table.num_free == 2
+    assert table.take(SlotState.FILLING) is None, "slot 0 is being filled"
+    table.move(0, SlotState.READY)
+    assert table.next_free() == 1, "slot 0 waits for a peer"
+    table.move(0, SlotState.IN_FLIGHT)
+    assert table.next_free() is None
+    table.move(0, SlotState.FREE)
+    assert [table.take(SlotState.FILLING) for _ in range(3)] == [0, 1, 2]
+
+
+def test_slots_in_turn_do_not_wait_for_slow_ones() -> None:
+    table = SlotTable(3, SENDER_MOVES)
+    table.in_turn = True
+    for _ in range(3):
+        table.take(SlotState.FILLING)
+    for slot in (1, 2):
+        table.move(slot, SlotState.FREE)
+    table.mark_slow()
+    assert table.next_free() is None, "slot 0 was taken since the last look"
+    table.mark_slow()
+    assert [table.take(SlotState.FILLING) for _ in range(3)] == [1, 2, None]
+    table.move(0, SlotState.FREE)
+    assert table.take(SlotState.FILLING) == 0
+    table.move(1, SlotState.FREE)
+    table.mark_slow()
+    assert table.take(SlotState.FILLING) == 1
+    table.move(2, SlotState.FREE)
+    assert table.take(SlotState.FILLING) == 2
+    table.move(1, SlotState.FREE)
+    assert table.take(SlotState.FILLING) is None, "slot 0 was taken again before the last look"
+
+
+def test_slots_in_turn_pass_over_quarantined_ones() -> None:
+    table = SlotTable(2, SENDER_MOVES)
+    table.in_turn = True
+    table.take(SlotState.FILLING)
+    table.move(0, SlotState.READY)
+    table.move(0, SlotState.IN_FLIGHT)
+    table.quarantine(0, "peer")
+    assert table.take(SlotState.FILLING) == 1
+    table.move(1, SlotState.FREE)
+    assert table.take(SlotState.FILLING) == 1

@@ -133,7 +133,7 @@ class PrefillAgent:
         self._core.check_admission()
         self._links.lose_all(Reason.PEER_LOST, now)
         self._has_fresh_slots = False
-        self._core.attach_worker(layout)
+        self._core.attach_worker(layout, fills_in_turn=self._sidecar.rows.fills_in_turn)
         self._register_pool()
         return Attached(incarnation=self.incarnation, source=self._source())
 

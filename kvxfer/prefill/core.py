@@ -91,9 +91,10 @@ class PrefillCore:
 
     # ---- the worker ----
 
-    def attach_worker(self, layout: PoolLayout) -> None:
-        """A worker has handed its pool over."""
+    def attach_worker(self, layout: PoolLayout, *, fills_in_turn: bool = False) -> None:
+        """A worker has handed its pool over. `fills_in_turn`: see `RowExecutor`."""
         self._life.layout = layout
+        self._life.sender.slots.in_turn = fills_in_turn
         self._life.timeline = 0
 
     def worker_lost(self, now: float) -> None:
@@ -329,8 +330,9 @@ class PrefillCore:
         self._life.rotated(now)
 
     def tick(self, now: float) -> None:
-        """Time has passed: deadlines, and answers that were not acknowledged."""
+        """Time has passed: deadlines, answers that were not acknowledged, slots that others are not to wait for."""
         self._life.judge_deadlines(now)
+        self._life.sender.slots.mark_slow()
         for peer in self.peers.values():
             for leg in peer.legs.values():
                 if leg.state is LegState.QUIET and not leg.quiesced_acked and now >= leg.quiesced_sent_at + RESEND_S:

@@ -180,7 +180,7 @@ class Sender:
 
     def _next_leg(self) -> Leg | None:
         """The next leg, in turn, that may hold one more slot; None where there is none, or no slot is free."""
-        has_slot = self.slots.num_free > 0
+        has_slot = self.slots.next_free() is not None
         serial = self._serial
         for leg in self._turns:
             if (has_slot or leg.mode is Mode.RAW) and self._has_room(leg) and (serial is None or serial.may_pack(leg)):

@@ -18,10 +18,9 @@ from kvxfer.addresses import BlockAddresses
 from kvxfer.ownership import Int64Array
 from kvxfer.segments import Block, BlockCut, ChunkPlan
 from kvxfer.streams.ring import DST_COLUMN, LINEAR, MAX_SPANS, SPAN_WORDS, SRC_COLUMN
-from kvxfer.streams.spans import MAX_WORD_BYTES, Order, PoolSide, SlotSide, segment_orders
+from kvxfer.streams.spans import MAX_WORD_BYTES, NO_OFFSETS, Order, PoolSide, SlotSide, segment_orders
 
 _NUM_SHAPES: Final = 32
-_NO_OFFSETS: Final = np.empty(0, dtype=np.int64)
 _Table = tuple[tuple[int, int], ...]
 
 
@@ -73,7 +72,7 @@ class _BlockOrders:
         idx = segment - self.first_segment
         words, table = self.words[self.shape.pieces[idx]], self.shape.tables[idx]
         if idx in self.linear:
-            return Order(words, _NO_OFFSETS)
+            return Order(words, NO_OFFSETS)
         if self.kept is None or self.kept[0] is not table:
             parts = [self.row_offsets[first:end] for first, end in table]
             self.kept = table, parts[0] if len(parts) == 1 else np.concatenate(parts)

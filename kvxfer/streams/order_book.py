@@ -11,6 +11,7 @@ from kvxfer.operations import Move, PeerRows, SegmentSource
 from kvxfer.ownership import Int64Array
 from kvxfer.streams.chunk_orders import ChunkOrders
 from kvxfer.streams.ring import DST_COLUMN, NO_SUM, SPAN_WORDS, SRC_COLUMN, MemoryIndex, Ring, SumKind, SumOrder
+from kvxfer.streams.slot_binding import TO_STAGING
 from kvxfer.streams.spans import Order, PoolSide, SlotSide, pull_orders
 from kvxfer.streams.stream_operation import Look, Operation
 
@@ -29,10 +30,14 @@ class OrderBook:
         self._from_staging = np.zeros(SPAN_WORDS, dtype=np.int64)  # added to spans whose segment is checked there
         self._from_staging[SRC_COLUMN] = MemoryIndex.STAGING - MemoryIndex.SLOTS
 
-    def gather(self, move: Move, slot: int, look_after: Look | None) -> Operation:
-        """From the pool into `slot`. Raises `LayoutError`, as all of these."""
-        summed = NO_SUM if move.row_sum is None else SumOrder(SumKind.MOVED, slot * self._slot_bytes)
-        return Operation(move, self._gathers.orders(move), self._gathers.added(slot), summed, look_after)
+    def gather(self, move: Move, slot: int, look_after: Look | None, *, is_bound: bool = False) -> Operation:
+        """From the pool into `slot`; into `STAGING` where the entries that get there are bound to slots. Raises
+        `LayoutError`, as all of these."""
+        orders, first_byte = self._gathers.orders(move), 0 if is_bound else slot * self._slot_bytes
+        summed = NO_SUM if move.row_sum is None else SumOrder(SumKind.MOVED, first_byte)
+        if is_bound:
+            return Operation(move, orders, TO_STAGING, summed, look_after, slot=slot)
+        return Operation(move, orders, self._gathers.added(slot), summed, look_after)
 
     def scatter(self, move: Move, slot: int) -> Operation:
         """From `slot` into the pool."""
@@ -46,7 +51,7 @@ class OrderBook:
     def pull(self, move: Move, src: PeerRows, look_at_end: Look) -> Operation:
         """From a peer's pool into the pool, the whole chunk."""
         orders = self.pull_orders(move.source, src)
-        return Operation(move, orders[::-1], 0, NO_SUM, None, src.index, look_at_end)
+        return Operation(move, orders[::-1], 0, NO_SUM, None, peer=src.index, look_at_end=look_at_end)
 
     def pull_orders(self, source: SegmentSource, src: PeerRows) -> list[Order]:
         """Those of a pull of `source`; one peer's pool stands for `src.index` as long as that lives."""

@@ -3,8 +3,8 @@
 A copy engine is told where to copy when the copy is enqueued, long before anybody knows which segment an entry gets. So
 an owner that copies that way says that entry `n` fills slot `n % num_slots` and no other. Its stream packs the segment
 in memory of its own, `MemoryIndex.STAGING`, and copies all of that into the entry's slot whatever the order was: who
-gives orders must know that an entry which is skipped writes its slot as well, and has that hold what it holds by an
-order that first copies the slot to `STAGING`.
+gives orders must know that an entry which is skipped writes its slot as well, and lets a slot that may be in use keep
+what it holds by an order that copies it to `STAGING` first.
 
 Three words of a ring's header: how many slots there are and of how many bytes, which the agent says where entries may
 be bound, and whether they are, which the owner says before it enqueues the first.
@@ -18,11 +18,17 @@ from typing import Final
 import numpy as np
 
 from kvxfer.ownership import Int64Array
-from kvxfer.streams.ring import Ring
+from kvxfer.streams.ring import DST_COLUMN, LINEAR, SPAN_WORDS, MemoryIndex, Ring, Span
+from kvxfer.streams.spans import MAX_WORD_BYTES, Order
 
 _NUM_SLOTS_WORD: Final = 32  # each in a cache line of its own, behind those of `Ring`
 _SLOT_BYTES_WORD: Final = 40
 _IS_BOUND_WORD: Final = 48
+MAX_BOUND_BYTES: Final = 32 << 20
+"""Of a slot: each stream of an owner has as much memory. Larger ones are few, and programs fill them."""
+TO_STAGING: Final = np.zeros(SPAN_WORDS, dtype=np.int64)
+"""`[SPAN_WORDS]` int64: what is added to spans that lead to the first slot, so that they lead to `STAGING`."""
+TO_STAGING[DST_COLUMN] = MemoryIndex.STAGING - MemoryIndex.SLOTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,20 @@ class BoundSlots:
     def slot_of(self, number: int) -> int:
         """The slot of entry `number`."""
         return number % self.num_slots
+
+    def keep(self, slot: int, num_bytes: int) -> Int64Array:
+        """`[1, SPAN_WORDS]`: the span that copies the first `num_bytes` of `slot` to `STAGING`."""
+        first_byte = slot * self.slot_bytes
+        bits = num_bytes | first_byte | MAX_WORD_BYTES
+        span = Span(num_bytes, 1, bits & -bits, MemoryIndex.SLOTS, first_byte, LINEAR, MemoryIndex.STAGING, 0, LINEAR)
+        words = np.zeros((1, SPAN_WORDS), dtype=np.int64)
+        words[0, : len(span)] = span
+        return words
+
+    def go_on(self, slot: int, order: Order) -> Order:
+        """The order that fills `slot` behind what an entry before has put there, and keeps that."""
+        kept = self.keep(slot, int(order.span_words[0, DST_COLUMN + 1]))
+        return Order(np.concatenate((kept, order.span_words + TO_STAGING)), order.offsets)
 
     def fit(self, num_bytes: int) -> bool:
         """Whether they fit into memory of `num_bytes`."""
@@ -49,10 +69,10 @@ def offer_slots(ring: Ring, num_slots: int, slot_bytes: int) -> None:
 
 def bind_entries(ring: Ring, num_bytes: int) -> BoundSlots | None:
     """The owner: bind all entries, none of which is enqueued yet, to slots in memory of `num_bytes`. None, and nothing
-    is bound, where the agent has not offered slots or they do not fit."""
+    is bound, where the agent has not offered slots, or they do not fit or are too large."""
     words = _words(ring)
     offered = BoundSlots(int(words[_NUM_SLOTS_WORD]), int(words[_SLOT_BYTES_WORD]))
-    if not offered.fit(num_bytes):
+    if not offered.fit(num_bytes) or offered.slot_bytes > MAX_BOUND_BYTES:
         return None
     words[_IS_BOUND_WORD] = 1
     return offered

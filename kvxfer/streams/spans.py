@@ -11,7 +11,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from kvxfer.segments import Block, ChunkPlan, Piece
 from kvxfer.streams.ring import DST_COLUMN, LINEAR, MAX_SPANS, SPAN_WORDS, SRC_COLUMN
 
 MAX_WORD_BYTES = 16
+NO_OFFSETS: Final = np.empty(0, dtype=np.int64)
 _LAYER, _FIRST_ROW, _END_ROW, _SLOT_OFFSET = range(1, 5)  # columns of pieces as an array, `[num_pieces, 5]`
 
 
@@ -67,7 +68,7 @@ class _Tables:
         return first
 
     def offsets(self) -> Int64Array:
-        return np.concatenate(self._parts) if self._parts else np.empty(0, dtype=np.int64)
+        return np.concatenate(self._parts) if self._parts else NO_OFFSETS
 
 
 def segment_orders(
@@ -78,7 +79,7 @@ def segment_orders(
 
     Raises `LayoutError` where a row lies outside its pool or the segment is larger than its slot.
     """
-    return _orders(plan, plan.pieces(segment), src, dst, max_offsets)
+    return _orders(plan, plan.pieces(segment), src, dst, max_offsets, MAX_SPANS)
 
 
 def pull_orders(plan: ChunkPlan, src: PoolSide, dst: PoolSide, max_offsets: int) -> list[Order]:
@@ -138,16 +139,23 @@ def _pull_words(
 
 
 def _orders(
-    plan: ChunkPlan, pieces: Sequence[Piece], src: PoolSide | SlotSide, dst: PoolSide | SlotSide, max_offsets: int
+    plan: ChunkPlan,
+    pieces: Sequence[Piece],
+    src: PoolSide | SlotSide,
+    dst: PoolSide | SlotSide,
+    max_offsets: int,
+    max_spans: int,
 ) -> list[Order]:
     tables = _Tables()
     must_fold = len(pieces) > MAX_SPANS
     parts = [_block_words(plan, of_block, src, dst, tables, must_fold=must_fold) for of_block in _by_block(pieces)]
     words = np.concatenate(parts) if len(parts) > 1 else parts[0]
-    if len(words) <= MAX_SPANS and tables.num_offsets <= max_offsets:
+    if len(words) <= max_spans and tables.num_offsets <= max_offsets:
         return [Order(words, tables.offsets())]
-    first, second = _halves(plan, pieces)
-    return [*_orders(plan, first, src, dst, max_offsets), *_orders(plan, second, src, dst, max_offsets)]
+    # Of several orders each leaves room for a span that keeps what those before it have put into the slot.
+    return [
+        order for half in _halves(plan, pieces) for order in _orders(plan, half, src, dst, max_offsets, MAX_SPANS - 1)
+    ]
 
 
 def _by_block(pieces: Sequence[Piece]) -> list[list[Piece]]:

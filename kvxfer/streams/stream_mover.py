@@ -2,7 +2,8 @@
 
 Orders go to entries that the stream's owner has enqueued, in the order of their numbers and at the last moment: which
 segment an entry moves is open until then. The owner enqueues as many entries as it is asked to; more than turn out to
-be needed are skipped at once, so that its stream is not left waiting.
+be needed are skipped at once, so that its stream is not left waiting. Entries that are bound to slots
+(`streams.slot_binding`) get orders for these alone.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from functools import partial
 from kvxfer.errors import LayoutError
 from kvxfer.operations import Move, Moved, MoveReports, PeerRows, SegmentSource, failed
 from kvxfer.row_sums import BLOCK_BYTES
-from kvxfer.streams.lanes import Lanes
+from kvxfer.streams.entries import Entries
 from kvxfer.streams.order_book import OrderBook
-from kvxfer.streams.ring import OrderCode, Ring
+from kvxfer.streams.ring import Ring
 from kvxfer.streams.ring_watch import Awaited, RingWatch
-from kvxfer.streams.stream_operation import Look, Operation, Running
+from kvxfer.streams.stream_operation import Look, Operation
 
 
 class StreamMover:
@@ -43,11 +44,9 @@ class StreamMover:
         self._want_entries = want_entries
         self._orders = OrderBook(pool_bytes, slot_bytes, ring)
         self._waiting: deque[Operation] = deque()  # with orders that no entry has yet, the first one first
-        self._running: deque[Running] = deque()  # in the order of their numbers
+        self._entries = Entries(ring)
         self._ended: list[Moved] = []  # and handed out by the next `look`
         self._checked: deque[tuple[Operation, BaseException | None]] = deque()  # whose slot was looked at, by threads
-        self._lanes = Lanes(ring)
-        self._next_number = 0  # of the entry that gets an order next
         self._num_waiting = 0  # orders of what waits
         self._num_checked = 0  # orders of operations whose slot is looked at first
         self._num_expected = 0
@@ -65,6 +64,11 @@ class StreamMover:
         return self._ring.timeline
 
     @property
+    def fills_in_turn(self) -> bool:
+        """`RowExecutor.fills_in_turn`."""
+        return self._entries.bound is not None
+
+    @property
     def sums_gathers(self) -> bool:
         """`RowExecutor.sums_gathers`. Slots begin where blocks of a sum may."""
         return self._slot_bytes % BLOCK_BYTES == 0
@@ -80,8 +84,11 @@ class StreamMover:
         return self._may_still_move
 
     def hold(self, is_held: bool) -> None:
-        """`RowExecutor.hold`."""
-        self._is_held = is_held
+        """`RowExecutor.hold`. Entries that were enqueued until then may be bound to slots that have moved away."""
+        was_held, self._is_held = self._is_held, is_held
+        if was_held and not is_held and self._entries.bound is not None:
+            self._entries.skip_all(self._num_wanted)
+            self._ask()
         self._advance()
 
     # ---- moves ----
@@ -89,7 +96,7 @@ class StreamMover:
     def gather(self, move: Move, slot: int, look: Look | None) -> None:
         """`RowExecutor.gather`."""
         try:
-            operation = self._orders.gather(move, slot, look)
+            operation = self._orders.gather(move, slot, look, is_bound=self._entries.bound is not None)
         except LayoutError as error:
             self._mover.report(failed(move.operation, move.segment, error))
             return
@@ -124,8 +131,11 @@ class StreamMover:
 
     def uses_peer(self, index: int) -> bool:
         """Whether an order that was given, or is to be given, names the memory of that index."""
-        operations = [*self._waiting, *(running.operation for running in self._running)]
-        return any(operation.peer == index for operation in operations)
+        return any(operation.peer == index for operation in self._operations())
+
+    def _operations(self) -> list[Operation]:
+        """All with orders that entries have, and then all with others; some twice."""
+        return [*self._entries.operations(), *self._waiting]
 
     def let_rest(self, must_rest: bool) -> None:
         """Leave no entry waiting for what may come: the stream is to come to rest, so that its owner can unmap
@@ -151,14 +161,16 @@ class StreamMover:
     def expect(self, num_moves: int, ready: int) -> None:
         """`RowExecutor.expect`."""
         self._num_expected, self._ready = num_moves, ready
-        num_needed = self._num_needed()
-        is_short = num_needed > self._num_wanted and self._error is None
-        if is_short:
-            self._num_wanted = num_needed
-            self._want_entries(num_needed)
+        self._ask()
         self._advance()
         if self._ended:
             self._mover.report(None)
+
+    def _ask(self) -> None:
+        num_needed = self._num_needed()
+        if num_needed > self._num_wanted and self._error is None:
+            self._num_wanted = num_needed
+            self._want_entries(num_needed)
 
     def look(self) -> list[Moved]:
         """`RowExecutor.look`."""
@@ -174,10 +186,10 @@ class StreamMover:
     def stop(self, error: str) -> None:
         """`RowExecutor.stop`. A stream that still runs is left nothing to wait for."""
         self._end_done()  # an owner that left in good order has ended them all
-        self._may_still_move = bool(self._running)
+        self._may_still_move = self._entries.may_still_move(self._num_wanted)
         self._error = error
         self._num_expected = self._ready = 0
-        operations = list(dict.fromkeys([*(each.operation for each in self._running), *self._waiting]))
+        operations = list(dict.fromkeys(self._operations()))
         self._skip_all()
         self._watch.rest()
         self._ended += [Moved(each.move.operation, 0.0, error, was_begun=True) for each in operations]
@@ -192,10 +204,8 @@ class StreamMover:
     def _skip_all(self) -> None:
         self._waiting.clear()
         self._num_waiting = 0
-        while self._running:
-            self._ring.order(self._running.popleft().number, OrderCode.SKIP)
-        while self._next_number < self._num_enqueued():
-            self._skip_next()
+        self._entries.drop_all()
+        self._entries.skip_all(self._num_wanted)
 
     # ---- a turn of the loop ----
 
@@ -206,18 +216,18 @@ class StreamMover:
             return
         self._cancel()
         self._give()
-        running, ready = self._running, self._ready
-        is_short = bool(self._waiting and self._lanes and not self._is_held)
+        entries, ready = self._entries, self._ready
+        is_short = bool(self._waiting and entries.has_lane and not self._is_held)
         wants_entries = is_short or self._has_surplus()
-        if not (running or wants_entries or ready):
+        if not (entries.is_any_running or wants_entries or ready):
             self._watch.rest()
             return
         self._watch.wait_for(
             Awaited(
-                running[0].number if running else None,
-                self._next_number + 1 if wants_entries else None,
+                entries.first_running,
+                entries.next_number + 1 if wants_entries else None,
                 ready or None,
-                bool(running or self._waiting or ready),
+                bool(entries.is_any_running or self._waiting or ready),
             )
         )
 
@@ -232,21 +242,13 @@ class StreamMover:
                 self._ended.append(failed(operation.move.operation, operation.move.segment, problem))
 
     def _end_done(self) -> None:
-        running, ring, over = self._running, self._ring, []
-        while running and ring.is_done(running[0].number):
-            number, lane, operation = running.popleft()
-            self._lanes.give_back(lane)
-            operation.num_running -= 1
-            operation.take_sum(ring, number)
-            if not operation.num_running and not operation.orders:
-                over.append(operation)
+        over = [each for each in self._entries.take_done() if not each.num_running and not each.orders]
         if over:
             self._end(over)
 
     def _cancel(self) -> None:
         """Orders whose flag is set: those that no entry has are dropped, the others skipped if they have not begun."""
-        operations = [*self._waiting, *[running.operation for running in self._running]]
-        for operation in [each for each in operations if each.move.cancel.is_set and not each.is_cancelled]:
+        for operation in [each for each in self._operations() if each.move.cancel.is_set and not each.is_cancelled]:
             if operation.is_cancelled:  # it has several entries
                 continue
             operation.is_cancelled = True
@@ -254,44 +256,35 @@ class StreamMover:
                 self._waiting.remove(operation)
                 self._num_waiting -= len(operation.orders)
                 operation.orders.clear()
-            for running in self._running:
-                if running.operation is operation:
-                    self._ring.order(running.number, OrderCode.SKIP)
+            self._entries.cancel(operation)
             if not operation.num_running:
                 self._end([operation])
 
     def _give(self) -> None:
         """Give orders to entries that have none, and skip those that nothing will follow for."""
-        num_enqueued = self._num_enqueued()
-        while self._waiting and self._lanes and self._next_number < num_enqueued and not self._is_held:
-            operation, number = self._waiting[0], self._next_number
-            lane = self._lanes.take(operation.orders.pop(), operation.summed, operation.added)
+        entries, end, has_passed = self._entries, self._entries.num_enqueued(self._num_wanted), False
+        while self._waiting and entries.has_lane and entries.next_number < end and not self._is_held:
+            operation = self._waiting[0]
+            if not entries.suits_next(operation):
+                entries.pass_over()
+                has_passed = True
+                continue
+            entries.run_next(operation)
+            self._num_waiting -= 1
             if not operation.orders:
                 self._waiting.popleft()
-            self._num_waiting -= 1
-            operation.began_s = operation.began_s or time.perf_counter()
-            self._ring.order(number, OrderCode.RUN, lane)
-            self._running.append(Running(number, lane, operation))
-            operation.num_running += 1
-            self._next_number = number + 1
-        while self._next_number < num_enqueued and self._has_surplus():
-            self._skip_next()
+        while entries.next_number < end and self._has_surplus() and (entries.has_lane or entries.bound is None):
+            entries.pass_over()
+        if has_passed:
+            self._ask()  # for others in their place
 
     def _has_surplus(self) -> bool:
         """Whether an entry for which there is no order now is to be skipped."""
         return self._must_rest or self._num_wanted > self._num_needed()
 
-    def _skip_next(self) -> None:
-        self._ring.order(self._next_number, OrderCode.SKIP)
-        self._next_number += 1
-
     def _num_needed(self) -> int:
         """Entries, since the ring was made, for what was given, waits and is expected."""
-        return self._next_number + self._num_waiting + self._num_checked + self._num_expected
-
-    def _num_enqueued(self) -> int:
-        """More than were asked for would be the fault of the stream's owner, and must not lead the ring astray."""
-        return min(self._ring.num_enqueued, self._num_wanted)
+        return self._entries.next_number + self._num_waiting + self._num_checked + self._num_expected
 
     def _end(self, operations: list[Operation]) -> None:
         """They have no order any more that was not given or has not ended."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvxfer.errors import IntegrityError, KvxferError
 from kvxfer.operations import Move, Moved, failed
@@ -26,10 +25,12 @@ class Operation:
     summed: SumOrder
     look_after: Look | None
     peer: int | None = None  # the index of the memory that it pulls from
+    slot: int | None = None  # that its entries must be bound to
     look_at_end: Look | None = None  # what it raises when all entries are done makes their rows worthless
     num_running: int = 0  # orders that entries have
     began_s: float = 0.0
     is_cancelled: bool = False
+    num_given: int = 0  # orders that entries have got so far
     total: int = 0  # of what its entries have moved
     wrong_total: int | None = None  # what one of them has found in a segment that was to be checked
 
@@ -38,7 +39,8 @@ class Operation:
         if self.summed.kind is SumKind.NONE:
             return
         found = ring.sum_of(number)
-        self.total = (self.total + found) % MODULUS
+        # One that goes on in a slot moves what is there as well.
+        self.total = (self.total * (self.slot is None) + found) % MODULUS
         if self.summed.kind is SumKind.CHECKED and found != self.summed.expected:
             self.wrong_total = found
 
@@ -60,11 +62,3 @@ class Operation:
             except IntegrityError as problem:
                 return failed(move.operation, move.segment, problem)
         return Moved(move.operation, busy_s, None, was_begun=True, result=result)
-
-
-class Running(NamedTuple):
-    """An entry with an order. Its lane is in use until the entry is done."""
-
-    number: int
-    lane: int
-    operation: Operation

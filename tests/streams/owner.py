@@ -13,10 +13,11 @@ from kvxfer.layout import Placement, Shard, TokenRange
 from kvxfer.memory import HostMemory
 from kvxfer.operations import CancelFlag, Move, Moved, RowSum, SegmentSource
 from kvxfer.row_mover import RowMover
-from kvxfer.streams.host_stream import HostRowStream
 from kvxfer.streams.ring import Ring
+from kvxfer.streams.slot_binding import offer_slots
 from kvxfer.streams.stream_mover import StreamMover
 from kvxfer.wire import PageTable, match_layouts, plan_chunk, resolve
+from tests.streams.bound_host_stream import BoundHostStream
 from tests.wire_world import Geometry, GroupSpec, make_layout
 
 SLOT_BYTES = 256
@@ -37,14 +38,19 @@ def chunk_of(num_tokens: int, *, first_page: int = 0) -> SegmentSource:
 
 
 class Owner:
-    """The stream's owner and the agent. Entries are enqueued by `feed()`, or at once with `is_eager`."""
+    """The stream's owner and the agent. Entries are enqueued by `feed()`, or at once with `is_eager`; they are bound
+    to slots with `is_bound`."""
 
-    def __init__(self, num_lanes: int = 2, *, is_eager: bool = True, max_offsets: int = 1000) -> None:
+    def __init__(
+        self, num_lanes: int = 2, *, is_eager: bool = True, max_offsets: int = 1000, is_bound: bool = False
+    ) -> None:
         self.agent_ring = Ring.create(num_lanes, max_offsets, SLOT_BYTES)
         self.pool = HostMemory.create(POOL_BYTES, "pool")
         self.slots = HostMemory.create(NUM_SLOTS * SLOT_BYTES, "slots")
         self.pool.array[:] = np.random.default_rng(0).integers(0, 256, POOL_BYTES)
-        self.stream = HostRowStream(self.agent_ring, self.pool, self.slots)
+        if is_bound:
+            offer_slots(self.agent_ring, NUM_SLOTS, SLOT_BYTES)
+        self.stream = BoundHostStream(self.agent_ring, self.pool, self.slots)
         self.threads = RowMover(2, "test-mover")
         self.is_eager = is_eager
         self.num_wanted = 0

@@ -12,20 +12,36 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.control import client_link
 from kvxfer.control.client import DecodeClient, PrefillClient
+from kvxfer.control.handoff import StreamMemory
 from kvxfer.control.worker_stream import WorkerStream
 from kvxfer.errors import ControlTimeoutError, RefusedError
 from kvxfer.layout import Placement
+from kvxfer.memory import HostMemory
 from kvxfer.ops.config import TransferMode
 from kvxfer.prefill.core import PrefillCore
 from kvxfer.slots import SlotState
 from kvxfer.transfer import EventKind, Reason
 from tests.agent_world import WAIT_S, AgentWorld, Request, Seat, chunk_pages, write_rows
+from tests.streams.bound_host_stream import BoundHostStream
 from tests.test_agents import BLOB, DRAFT, ENGINES, KV, SPLITS, STATE, Split
 from tests.test_agents_processes import LAYOUT, _drain_until_lost, agent, process
 from tests.wire_world import Geometry, GroupSpec, Worker
 
 Client = PrefillClient | DecodeClient
+
+
+@pytest.fixture(params=["free", "bound"])
+def entries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of prefill workers' streams, bound to slots or not."""
+
+    def open_stream(memory: HostMemory, shared: StreamMemory, *, is_prefill: bool) -> BoundHostStream:
+        assert isinstance(shared.slots, HostMemory)
+        return BoundHostStream(shared.ring, memory, shared.slots, may_bind=is_prefill)
+
+    if request.param == "bound":
+        monkeypatch.setattr(client_link, "_open_stream", open_stream)
 
 
 def build(world: AgentWorld, split: Split, num_slots: int = 4, *, verify: str = "off", **fields: object) -> None:
@@ -70,7 +86,7 @@ def assert_at_rest(world: AgentWorld) -> None:
         )
         until(world, lambda slots=slots: slots.count(SlotState.FREE) == slots.num_slots, "a slot is held")  # type: ignore[misc]
         mover = thread.agent._sidecar.rows
-        assert len(mover._lanes) == mover._ring.num_lanes  # type: ignore[attr-defined]
+        assert len(mover._entries._lanes) == mover._ring.num_lanes  # type: ignore[attr-defined]
 
 
 def take_as_it_is(world: AgentWorld) -> None:
@@ -79,6 +95,7 @@ def take_as_it_is(world: AgentWorld) -> None:
         seat.expected[:] = seat.memory.array
 
 
+@pytest.mark.usefixtures("entries")
 @pytest.mark.parametrize("verify", ["off", "full"])
 @pytest.mark.parametrize(
     "split",
@@ -103,6 +120,7 @@ def test_every_split_is_exact(tmp_path: Path, split: Split, verify: str) -> None
         assert_at_rest(world)
 
 
+@pytest.mark.usefixtures("entries")
 @pytest.mark.parametrize("transport", ENGINES)
 @pytest.mark.parametrize("mode", ["packed", "serial"])
 def test_slots_that_are_starved_delay_and_harm_nothing(tmp_path: Path, transport: str, mode: TransferMode) -> None:
@@ -171,6 +189,7 @@ def _write(world: AgentWorld, request: Request) -> None:
         write_rows(seat.memory.array, source, request.salt)
 
 
+@pytest.mark.usefixtures("entries")
 @pytest.mark.parametrize("mode", ["packed", "serial", "auto"])
 def test_rows_that_are_written_before_the_mark_always_arrive(tmp_path: Path, mode: TransferMode) -> None:
     """The agent sees the chunk long before: without the wait for the timeline it would send what was there then."""
@@ -241,6 +260,7 @@ def test_a_mapped_pool_has_no_timeline(tmp_path: Path) -> None:
 # ---- ends ----
 
 
+@pytest.mark.usefixtures("entries")
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_aborts_at_any_moment_leave_nothing(tmp_path: Path, side: str) -> None:
     """Two slots a side, a random abort in most of them; what is not aborted in time is exact."""
@@ -304,6 +324,7 @@ def _held() -> tuple[int, int, int]:
     return threading.active_count(), len(os.listdir("/proc/self/fd")), maps.count("/memfd:")
 
 
+@pytest.mark.usefixtures("entries")
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_worker_that_goes_in_the_middle_is_replaced(tmp_path: Path, side: str) -> None:
     with AgentWorld(tmp_path, placement="worker") as world:

@@ -12,7 +12,7 @@ from kvxfer.memory import HostMemory
 from kvxfer.streams.cuda_stream import CudaRowStream
 from kvxfer.streams.device import DevicePool
 from kvxfer.streams.ring import LINEAR, MemoryIndex, OrderCode, Ring, Span
-from kvxfer.streams.slot_binding import BoundSlots, bind_entries, bound_slots, offer_slots
+from kvxfer.streams.slot_binding import MAX_BOUND_BYTES, BoundSlots, bind_entries, bound_slots, offer_slots
 from tests.streams.fake_cuda import FakeCuda
 from tests.streams.test_cuda_stream import NUM_BYTES, Owner
 
@@ -99,4 +99,13 @@ def test_slots_that_do_not_fit_bind_nothing(num_slots: int, slot_bytes: int) -> 
     offer_slots(ring, num_slots, slot_bytes)
     assert bind_entries(ring, NUM_BYTES) is None
     assert bound_slots(ring) is None
+    ring.close()
+
+
+def test_slots_as_large_as_a_chunk_bind_nothing() -> None:
+    ring = Ring.create(1, 1)
+    offer_slots(ring, 2, MAX_BOUND_BYTES + 16)
+    assert bind_entries(ring, 1 << 40) is None
+    offer_slots(ring, 2, MAX_BOUND_BYTES)
+    assert bind_entries(ring, 1 << 40) == BoundSlots(2, MAX_BOUND_BYTES)
     ring.close()
