@@ -9,6 +9,7 @@ more rows than a lane has offsets) is cut by `spans.segment_orders` when it is a
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,9 +41,9 @@ class _Shape:
     """What the orders of a block's segments have in common, wherever its rows lie in a pool.
 
     `words`: `[num_pieces, SPAN_WORDS]` as they lie in a lane, but for the first byte in the pool and the width of
-    words; segment `i` has rows `[first_piece[i], first_piece[i + 1])` of it. `bits`: what keeps words narrow beside
-    the pool's addresses. Its table are the rows `tables[i]` of the block's offsets, `[first, end)` one after the other;
-    tables that are equal are one object.
+    words. `bits`: what keeps these narrow beside the pool's addresses. Segment `i` has `pieces[i]` of the words one
+    after the other, and begins with the piece `first_piece[i]`. Its table are the rows `tables[i]` of the block's
+    offsets, `[first, end)` one after the other; tables that are equal are one object.
     """
 
     words: Int64Array
@@ -62,7 +63,7 @@ class _BlockOrders:
 
     first_segment: int
     end_segment: int
-    words: Int64Array
+    words: memoryview
     row_offsets: Int64Array
     shape: _Shape
     linear: frozenset[int]
@@ -97,7 +98,7 @@ class ChunkOrders:
         for block in self._blocks:
             if block.first_segment <= segment < block.end_segment:
                 order = block.order(segment)
-                if len(order.span_words) <= MAX_SPANS and len(order.offsets) <= self._max_offsets:
+                if len(order.span_words) <= MAX_SPANS * SPAN_WORDS and len(order.offsets) <= self._max_offsets:
                     return [order]
         src, dst = (self._pool, self._slot) if self._is_gather else (self._slot, self._pool)
         return segment_orders(self._plan, segment, src, dst, self._max_offsets)
@@ -117,7 +118,7 @@ class ChunkOrders:
         rows = block.layers.num_layers, block.num_rows, block.row_bytes
         shape = _shape_of(rows, cut, first_segment, end_segment, pool.memory, self._slot, is_gather=self._is_gather)
         words, linear = _place(shape, addresses, SRC_COLUMN if self._is_gather else DST_COLUMN)
-        return _BlockOrders(first_segment, end_segment, words, addresses.row_offsets, shape, linear)
+        return _BlockOrders(first_segment, end_segment, words.reshape(-1).data, addresses.row_offsets, shape, linear)
 
 
 def _fits(block: Block, addresses: BlockAddresses, pool_bytes: int) -> bool:
@@ -164,8 +165,7 @@ def _shape_of(
     """Of a block of `rows`, its layers, the rows in one and the bytes of one; no array of it is ever written to."""
     row_bytes = rows[2]
     pieces = _cut_block(rows, cut, first_segment, end_segment)
-    first_piece = np.searchsorted(pieces.segment, np.arange(end_segment - first_segment + 1))
-    at = first_piece[:-1]
+    at = np.searchsorted(pieces.segment, np.arange(end_segment - first_segment))  # the first of each segment
     end_row = pieces.first_row + pieces.num_rows
     first_in_table = np.minimum.reduceat(pieces.first_row, at)
     end_in_table = np.maximum.reduceat(end_row, at)
@@ -184,16 +184,17 @@ def _shape_of(
     words[:, slot_column], words[:, slot_column + 2] = slot.memory, LINEAR
     words[:, slot_column + 1] = pieces.slot_offset_bytes
     bits = pieces.slot_offset_bytes | (row_bytes | slot.num_bytes | MAX_WORD_BYTES)
-    which = [slice(*ends) for ends in zip(first_piece[:-1].tolist(), first_piece[1:].tolist(), strict=True)]
+    ends = np.append(at, len(words))
     tables = [
-        _ranges(pieces.first_row[which[idx]], end_row[which[idx]])
+        _ranges(pieces.first_row[first:end], end_row[first:end])
         if is_apart[idx]
         else ((int(first_in_table[idx]), int(end_in_table[idx])),)
-        for idx in range(len(which))
+        for idx, (first, end) in enumerate(itertools.pairwise(ends.tolist()))
     ]
     kept = {table: table for table in tables}
     tables = [kept[table] for table in tables]
-    return _Shape(words, bits, pieces.layer_idx, pieces.first_row, end_row - 1, at, which, tables)
+    of_segments = [slice(*words_of) for words_of in itertools.pairwise((ends * SPAN_WORDS).tolist())]
+    return _Shape(words, bits, pieces.layer_idx, pieces.first_row, end_row - 1, at, of_segments, tables)
 
 
 def _ranges(firsts: Int64Array, ends: Int64Array) -> _Table:

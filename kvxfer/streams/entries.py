@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvxfer.streams.lanes import Lanes
 from kvxfer.streams.ring import NO_SUM, OrderCode, Ring
 from kvxfer.streams.slot_binding import BoundSlots, bound_slots
-from kvxfer.streams.spans import NO_OFFSETS, Order
+from kvxfer.streams.spans import AS_THEY_ARE, NO_OFFSETS, Order
 from kvxfer.streams.stream_operation import Operation
 
 
@@ -80,7 +80,7 @@ class Entries:
         order, added = operation.orders.pop(), operation.added
         operation.began_s = operation.began_s or time.perf_counter()
         if operation.num_given and operation.slot is not None and self.bound is not None:
-            order, added = self.bound.go_on(operation.slot, order), 0
+            order, added = self.bound.go_on(operation.slot, order), AS_THEY_ARE
         operation.num_running += 1
         operation.num_given += 1
         self._run(self._lanes.take(order, operation.summed, added), operation)
@@ -93,7 +93,7 @@ class Entries:
             self._skip_next()
             return
         keep = Order(bound.keep(bound.slot_of(self.next_number), bound.slot_bytes), NO_OFFSETS)
-        self._run(self._lanes.take(keep, NO_SUM, 0), None)
+        self._run(self._lanes.take(keep, NO_SUM, AS_THEY_ARE), None)
 
     def _run(self, lane: int, operation: Operation | None) -> None:
         self._ring.order(self.next_number, OrderCode.RUN, lane)

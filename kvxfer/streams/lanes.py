@@ -24,8 +24,8 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._free)
 
-    def take(self, order: Order, summed: SumOrder, added: Int64Array | int) -> int:
-        """A free lane, with the order in it as `Ring.fill_lane_words` writes it."""
+    def take(self, order: Order, summed: SumOrder, added: tuple[int, int]) -> int:
+        """A free lane, with the order in it as `Ring.write_lane` writes it."""
         offsets, tables = order.offsets, self._tables
         for lane in self._free:
             if tables[lane] is offsets:
@@ -34,7 +34,7 @@ class Lanes:
         else:
             lane = self._free.popleft()
         has_offsets = tables[lane] is offsets
-        self._ring.fill_lane_words(lane, order.span_words, offsets, summed, added, has_offsets=has_offsets)
+        self._ring.write_lane(lane, order.span_words, offsets, summed, added, has_offsets=has_offsets)
         if len(offsets):  # else the table is still there
             tables[lane] = offsets
         return lane

@@ -3,17 +3,17 @@ has the chunk."""
 
 from __future__ import annotations
 
+from typing import Final
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from kvxfer.operations import Move, PeerRows, SegmentSource
-from kvxfer.ownership import Int64Array
 from kvxfer.streams.chunk_orders import ChunkOrders
-from kvxfer.streams.ring import DST_COLUMN, NO_SUM, SPAN_WORDS, SRC_COLUMN, MemoryIndex, Ring, SumKind, SumOrder
+from kvxfer.streams.ring import DST_COLUMN, NO_SUM, SRC_COLUMN, MemoryIndex, Ring, SumKind, SumOrder
 from kvxfer.streams.slot_binding import TO_STAGING
-from kvxfer.streams.spans import Order, PoolSide, SlotSide, pull_orders
+from kvxfer.streams.spans import AS_THEY_ARE, Order, PoolSide, SlotSide, pull_orders
 from kvxfer.streams.stream_operation import Look, Operation
+
+_FROM_STAGING: Final = (SRC_COLUMN, MemoryIndex.STAGING - MemoryIndex.SLOTS)  # added to spans of what is checked there
 
 
 class OrderBook:
@@ -27,8 +27,6 @@ class OrderBook:
         self._gathers = _SlotOrders(pool_bytes, slot, ring, is_gather=True)
         self._scatters = _SlotOrders(pool_bytes, slot, ring, is_gather=False)
         self._pulls: WeakKeyDictionary[SegmentSource, list[Order]] = WeakKeyDictionary()
-        self._from_staging = np.zeros(SPAN_WORDS, dtype=np.int64)  # added to spans whose segment is checked there
-        self._from_staging[SRC_COLUMN] = MemoryIndex.STAGING - MemoryIndex.SLOTS
 
     def gather(self, move: Move, slot: int, look_after: Look | None, *, is_bound: bool = False) -> Operation:
         """From the pool into `slot`; into `STAGING` where the entries that get there are bound to slots. Raises
@@ -46,12 +44,12 @@ class OrderBook:
             return Operation(move, orders, self._scatters.added(slot), NO_SUM, None)
         # Each order stages and sums the whole segment, also one of several: what another found may not hold any more.
         summed = SumOrder(SumKind.CHECKED, slot * self._slot_bytes, row_sum.num_bytes, row_sum.expected)
-        return Operation(move, orders, self._from_staging, summed, None)
+        return Operation(move, orders, _FROM_STAGING, summed, None)
 
     def pull(self, move: Move, src: PeerRows, look_at_end: Look) -> Operation:
         """From a peer's pool into the pool, the whole chunk."""
         orders = self.pull_orders(move.source, src)
-        return Operation(move, orders[::-1], 0, NO_SUM, None, peer=src.index, look_at_end=look_at_end)
+        return Operation(move, orders[::-1], AS_THEY_ARE, NO_SUM, None, peer=src.index, look_at_end=look_at_end)
 
     def pull_orders(self, source: SegmentSource, src: PeerRows) -> list[Order]:
         """Those of a pull of `source`; one peer's pool stands for `src.index` as long as that lives."""
@@ -72,8 +70,8 @@ class _SlotOrders:
         self._slot = slot
         self._ring = ring
         self._is_gather = is_gather
+        self._first_byte_column = (DST_COLUMN if is_gather else SRC_COLUMN) + 1
         self._chunks: WeakKeyDictionary[SegmentSource, ChunkOrders] = WeakKeyDictionary()
-        self._added: dict[int, Int64Array] = {}
 
     def orders(self, move: Move) -> list[Order]:
         """Of a move's segment, the first one last. Raises `LayoutError`."""
@@ -85,10 +83,6 @@ class _SlotOrders:
             self._chunks[source] = chunk
         return chunk.segment(move.segment)[::-1]
 
-    def added(self, slot: int) -> Int64Array:
-        """What is added to their spans, `[SPAN_WORDS]` int64, for the slot that is meant."""
-        words = self._added.get(slot)
-        if words is None:
-            words = self._added[slot] = np.zeros(SPAN_WORDS, dtype=np.int64)
-            words[(DST_COLUMN if self._is_gather else SRC_COLUMN) + 1] = slot * self._slot.num_bytes
-        return words
+    def added(self, slot: int) -> tuple[int, int]:
+        """What is added to their spans for the slot that is meant: to their first bytes there."""
+        return self._first_byte_column, slot * self._slot.num_bytes

@@ -26,7 +26,6 @@ its order says if the owner is found not to have ended *after* that; otherwise i
 from __future__ import annotations
 
 import enum
-import struct
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -53,7 +52,6 @@ _ENTRY_WORDS: Final = ENTRY_BYTES // 8
 _ORDER, _DONE, _LANE, _LANE_USED, _SUM = range(5)  # words of an entry
 _NUM_SPANS, _NUM_USED, _SUM_KIND = range(3)  # words of a lane
 _EXPECTED: Final = 3  # word of a `SumOrder`
-_LANE_HEAD: Final = struct.Struct("8q")  # the words of a lane before its spans
 _SPANS_WORD: Final = 8  # of a lane: the spans begin in the second cache line
 OFFSETS_WORD: Final = _SPANS_WORD + MAX_SPANS * SPAN_WORDS
 """The word of a lane at which row offsets begin."""
@@ -173,12 +171,8 @@ class Ring:
         self.lane_bytes = (memory.num_bytes - LANES_OFFSET_BYTES) // num_lanes
         self.max_offsets = self.lane_bytes // 8 - OFFSETS_WORD
         """Row offsets that a lane has room for."""
-        words: npt.NDArray[np.int64] = memory.array.view(np.int64)
-        self._words = words
-        self._cells = memory.array.data.cast("q")  # for single words: half the time that an array takes
-        lanes = words[LANES_OFFSET_BYTES // 8 :].reshape(num_lanes, -1)
-        self._spans = [lane[_SPANS_WORD:OFFSETS_WORD].reshape(MAX_SPANS, SPAN_WORDS) for lane in lanes]
-        self._offsets = [lane[OFFSETS_WORD:] for lane in lanes]
+        # Words of 64 bits, as numpy calls them; what an array does takes far longer.
+        self._words = memory.array.data.cast("l")
 
     @classmethod
     def create(cls, num_lanes: int, max_offsets: int, staging_bytes: int = 0) -> Ring:
@@ -188,7 +182,7 @@ class Ring:
         lane_bytes += -lane_bytes % 4096
         memory = HostMemory.create(LANES_OFFSET_BYTES + num_lanes * lane_bytes, "kvxfer-ring")
         ring = cls(memory, num_lanes)
-        ring._cells[_STAGING_WORD] = staging_bytes
+        ring._words[_STAGING_WORD] = staging_bytes
         return ring
 
     @classmethod
@@ -209,67 +203,75 @@ class Ring:
     def fill_lane(
         self, lane: int, spans: list[Span], offsets: npt.NDArray[np.int64], summed: SumOrder = NO_SUM
     ) -> None:
-        """`fill_lane_words` for spans that are objects."""
+        """`write_lane` for spans that are objects."""
         words = np.zeros((len(spans), SPAN_WORDS), dtype=np.int64)
-        for idx, span in enumerate(spans):
-            words[idx, :_WORDS_OF_A_SPAN] = span
-        self.fill_lane_words(lane, words, offsets, summed)
+        words[:, :_WORDS_OF_A_SPAN] = np.array(spans, dtype=np.int64).reshape(-1, _WORDS_OF_A_SPAN)
+        self.write_lane(lane, words.reshape(-1).data, offsets, summed)
 
-    def fill_lane_words(
+    def write_lane(
         self,
         lane: int,
-        span_words: npt.NDArray[np.int64],
+        span_words: memoryview,
         offsets: npt.NDArray[np.int64],
         summed: SumOrder = NO_SUM,
-        added: npt.NDArray[np.int64] | int = 0,
+        added: tuple[int, int] = (0, 0),
         *,
         has_offsets: bool = False,
     ) -> None:
-        """Write what the next order for this lane moves; the lane is in use by no entry. Spans are rows as `Span`,
-        `[num_spans, SPAN_WORDS]` int64, to each of which `added` is added: at most `MAX_SPANS`, with at most
-        `max_offsets` offsets. `has_offsets`: these were written into the lane before, and no others since."""
-        num_spans, num_offsets = len(span_words), len(offsets)
-        assert num_spans <= MAX_SPANS, "a segment has too many spans"
+        """Write what the next order for this lane moves; the lane is in use by no entry. Spans are words as in `Span`,
+        `[num_spans * SPAN_WORDS]` int64: at most `MAX_SPANS`, with at most `max_offsets` offsets. `added`: to one
+        column of all spans a number. `has_offsets`: these were written into the lane before, and no others since."""
+        num_words, num_offsets = len(span_words), len(offsets)
+        assert num_words <= MAX_SPANS * SPAN_WORDS, "a segment has too many spans"
         assert num_offsets <= self.max_offsets, "a segment has too many rows"
-        np.add(span_words, added, out=self._spans[lane][:num_spans])
+        words, first, (column, number) = self._words, self._lane_word(lane), added
+        begin, end = first + _SPANS_WORD, first + _SPANS_WORD + num_words
+        words[begin:end] = span_words
+        if number:
+            for idx in range(column, num_words, SPAN_WORDS):
+                words[begin + idx] = span_words[idx] + number
+        words[first + _NUM_SPANS] = num_words // SPAN_WORDS
+        words[first + _NUM_USED] = OFFSETS_WORD + num_offsets if num_offsets else end - first
         if num_offsets and not has_offsets:
-            self._offsets[lane][:num_offsets] = offsets
-        num_used = OFFSETS_WORD + num_offsets if num_offsets else _SPANS_WORD + num_spans * SPAN_WORDS
-        _LANE_HEAD.pack_into(self._cells, 8 * self._lane_word(lane), num_spans, num_used, *summed.words())
+            words[first + OFFSETS_WORD : first + OFFSETS_WORD + num_offsets] = offsets.data
+        words[first + _SUM_KIND] = summed.kind
+        if summed.kind:  # else the other words mean nothing
+            for word, value in enumerate(summed.words(), first + _SUM_KIND):
+                words[word] = value
 
     def order(self, number: int, code: OrderCode, lane: int = 0) -> None:
         """Give the order of entry `number`, or turn RUN into SKIP."""
-        cells, entry = self._cells, self._entry_word(number)
+        words, entry = self._words, self._entry_word(number)
         if code is OrderCode.RUN:
             first = self._lane_word(lane)
-            cells[entry + _LANE] = lane
-            cells[entry + _LANE_USED] = cells[first + _NUM_USED]
+            words[entry + _LANE] = lane
+            words[entry + _LANE_USED] = words[first + _NUM_USED]
             # A wrong sum, for a stream that does not do what it was told.
-            cells[entry + _SUM] = ~cells[first + _SUM_KIND + _EXPECTED]
-        cells[entry + _ORDER] = order_value(number, code)
+            words[entry + _SUM] = ~words[first + _SUM_KIND + _EXPECTED]
+        words[entry + _ORDER] = order_value(number, code)
 
     def is_done(self, number: int) -> bool:
         """Whether entry `number` has ended."""
-        return self._cells[self._entry_word(number) + _DONE] >= done_value(number)
+        return self._words[self._entry_word(number) + _DONE] >= done_value(number)
 
     def sum_of(self, number: int) -> int:
         """What entry `number`, which is done, has found as sum: 0 to 2^64 - 1."""
-        return self._cells[self._entry_word(number) + _SUM] % (1 << 64)
+        return self._words[self._entry_word(number) + _SUM] % (1 << 64)
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of `STAGING`; 0 where no order is of kind `CHECKED`."""
-        return self._cells[_STAGING_WORD]
+        return self._words[_STAGING_WORD]
 
     @property
     def num_enqueued(self) -> int:
         """Entries that the stream's owner has enqueued, since the ring was made."""
-        return self._cells[_ENQUEUED_WORD]
+        return self._words[_ENQUEUED_WORD]
 
     @property
     def has_ended(self) -> bool:
         """Whether the stream's owner has ended and skips what is unfinished. To be looked at after `is_done`."""
-        return bool(self._cells[_ENDED_WORD])
+        return bool(self._words[_ENDED_WORD])
 
     @property
     def end(self) -> str | None:
@@ -279,58 +281,56 @@ class Ring:
     @property
     def timeline(self) -> int:
         """How far the worker's stream has come."""
-        return self._cells[_TIMELINE_WORD]
+        return self._words[_TIMELINE_WORD]
 
     # ---- the stream's owner ----
 
     def set_num_enqueued(self, num_entries: int) -> None:
         """Say how many entries were enqueued; only after they were."""
-        self._cells[_ENQUEUED_WORD] = num_entries
+        self._words[_ENQUEUED_WORD] = num_entries
 
     def set_ended(self) -> None:
         """Say that no order of the agent counts any more; only then `order` may be called from this side."""
-        self._cells[_ENDED_WORD] = 1
+        self._words[_ENDED_WORD] = 1
 
     def set_timeline(self, value: int) -> None:
         """For streams that are threads; a GPU's stream writes the word itself."""
-        self._cells[_TIMELINE_WORD] = value
+        self._words[_TIMELINE_WORD] = value
 
     def set_done(self, number: int) -> None:
         """For streams that are threads."""
-        self._cells[self._entry_word(number) + _DONE] = done_value(number)
+        self._words[self._entry_word(number) + _DONE] = done_value(number)
 
     def set_sum(self, number: int, total: int) -> None:
         """For streams that are threads."""
-        self._cells[self._entry_word(number) + _SUM] = _signed(total)
+        self._words[self._entry_word(number) + _SUM] = _signed(total)
 
     def order_of(self, number: int) -> OrderCode | None:
         """The order of entry `number`; None while there is none."""
-        word = self._cells[self._entry_word(number) + _ORDER]
+        word = self._words[self._entry_word(number) + _ORDER]
         return None if word < wait_value(number) else OrderCode(word & 0xFF)
 
     def spans_of(self, number: int) -> list[Span]:
         """What entry `number` moves, as its order says."""
-        first = self._lane_word(self._cells[self._entry_word(number) + _LANE])
+        first = self._lane_word(self._words[self._entry_word(number) + _LANE])
         begin = first + _SPANS_WORD
-        rows = self._words[begin : begin + self._cells[first + _NUM_SPANS] * SPAN_WORDS].reshape(-1, SPAN_WORDS)
-        return [Span(*row[:_WORDS_OF_A_SPAN]) for row in rows.tolist()]
+        rows = np.asarray(self._words[begin : begin + self._words[first + _NUM_SPANS] * SPAN_WORDS])
+        return [Span(*row[:_WORDS_OF_A_SPAN]) for row in rows.reshape(-1, SPAN_WORDS).tolist()]
 
     def summed_by(self, number: int) -> SumOrder:
         """What entry `number` sums."""
-        first = self._lane_word(self._cells[self._entry_word(number) + _LANE]) + _SUM_KIND
+        first = self._lane_word(self._words[self._entry_word(number) + _LANE]) + _SUM_KIND
         kind, first_byte, num_bytes, expected = self._words[first : first + 4].tolist()
         return SumOrder(SumKind(kind), first_byte, num_bytes, expected % (1 << 64))
 
     def offsets_of(self, number: int) -> npt.NDArray[np.int64]:
         """`[max_offsets]` int64 row offsets of the lane of entry `number`."""
-        first = self._lane_word(self._cells[self._entry_word(number) + _LANE]) + OFFSETS_WORD
-        return self._words[first : first + self.max_offsets]
+        first = self._lane_word(self._words[self._entry_word(number) + _LANE]) + OFFSETS_WORD
+        return np.asarray(self._words[first : first + self.max_offsets])
 
     def close(self) -> None:
         """Give the mapping back. Calling it again does nothing."""
-        self._words = np.empty(0, dtype=np.int64)
-        self._cells = memoryview(b"").cast("q")
-        self._spans, self._offsets = [], []
+        self._words = memoryview(b"").cast("l")
         self.memory.close()
 
     def _entry_word(self, number: int) -> int:

@@ -26,9 +26,8 @@ _SLOT_BYTES_WORD: Final = 40
 _IS_BOUND_WORD: Final = 48
 MAX_BOUND_BYTES: Final = 32 << 20
 """Of a slot: each stream of an owner has as much memory. Larger ones are few, and programs fill them."""
-TO_STAGING: Final = np.zeros(SPAN_WORDS, dtype=np.int64)
-"""`[SPAN_WORDS]` int64: what is added to spans that lead to the first slot, so that they lead to `STAGING`."""
-TO_STAGING[DST_COLUMN] = MemoryIndex.STAGING - MemoryIndex.SLOTS
+TO_STAGING: Final = (DST_COLUMN, MemoryIndex.STAGING - MemoryIndex.SLOTS)
+"""What is added to a column of spans that lead to the first slot, so that they lead to `STAGING`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +41,21 @@ class BoundSlots:
         """The slot of entry `number`."""
         return number % self.num_slots
 
-    def keep(self, slot: int, num_bytes: int) -> Int64Array:
-        """`[1, SPAN_WORDS]`: the span that copies the first `num_bytes` of `slot` to `STAGING`."""
+    def keep(self, slot: int, num_bytes: int) -> memoryview:
+        """The span that copies the first `num_bytes` of `slot` to `STAGING`, as in an `Order`."""
         first_byte = slot * self.slot_bytes
         bits = num_bytes | first_byte | MAX_WORD_BYTES
         span = Span(num_bytes, 1, bits & -bits, MemoryIndex.SLOTS, first_byte, LINEAR, MemoryIndex.STAGING, 0, LINEAR)
-        words = np.zeros((1, SPAN_WORDS), dtype=np.int64)
-        words[0, : len(span)] = span
-        return words
+        words = np.zeros(SPAN_WORDS, dtype=np.int64)
+        words[: len(span)] = span
+        return words.data
 
     def go_on(self, slot: int, order: Order) -> Order:
         """The order that fills `slot` behind what an entry before has put there, and keeps that."""
-        kept = self.keep(slot, int(order.span_words[0, DST_COLUMN + 1]))
-        return Order(np.concatenate((kept, order.span_words + TO_STAGING)), order.offsets)
+        kept, words = self.keep(slot, order.span_words[DST_COLUMN + 1]), np.array(order.span_words)
+        column, number = TO_STAGING
+        words[column::SPAN_WORDS] += number
+        return Order(np.concatenate((kept, words)).data, order.offsets)
 
     def fit(self, num_bytes: int) -> bool:
         """Whether they fit into memory of `num_bytes`."""

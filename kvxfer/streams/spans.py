@@ -23,6 +23,8 @@ from kvxfer.streams.ring import DST_COLUMN, LINEAR, MAX_SPANS, SPAN_WORDS, SRC_C
 
 MAX_WORD_BYTES = 16
 NO_OFFSETS: Final = np.empty(0, dtype=np.int64)
+AS_THEY_ARE: Final = (0, 0)
+"""In place of a column of spans and what is added there."""
 _LAYER, _FIRST_ROW, _END_ROW, _SLOT_OFFSET = range(1, 5)  # columns of pieces as an array, `[num_pieces, 5]`
 
 
@@ -45,11 +47,11 @@ class SlotSide:
 
 
 class Order(NamedTuple):
-    """What one entry moves: at most `MAX_SPANS` spans as they lie in a lane, `[num_spans, SPAN_WORDS]` int64, and the
-    tables that they name, `[num_offsets]` int64. Never written to: others share them, and a lane is
-    known to hold the table that it got last."""
+    """What one entry moves: at most `MAX_SPANS` spans as they lie in a lane, `[num_spans * SPAN_WORDS]` int64, and the
+    tables that they name, `[num_offsets]` int64. Never written to: others share both, and a lane is known to hold the
+    table that it got last."""
 
-    span_words: Int64Array
+    span_words: memoryview
     offsets: Int64Array
 
 
@@ -106,7 +108,7 @@ def pull_orders(plan: ChunkPlan, src: PoolSide, dst: PoolSide, max_offsets: int)
                     num_spans = 0
                 num_spans += len(layers)
                 bundles[-1][0].append(_pull_words(block_idx, block, layers, rows, (src, dst), bundles[-1][1]))
-    return [Order(np.concatenate(words) if len(words) > 1 else words[0], tables.offsets()) for words, tables in bundles]
+    return [Order(np.concatenate(words).reshape(-1).data, tables.offsets()) for words, tables in bundles]
 
 
 def _pull_words(
@@ -151,7 +153,7 @@ def _orders(
     parts = [_block_words(plan, of_block, src, dst, tables, must_fold=must_fold) for of_block in _by_block(pieces)]
     words = np.concatenate(parts) if len(parts) > 1 else parts[0]
     if len(words) <= max_spans and tables.num_offsets <= max_offsets:
-        return [Order(words, tables.offsets())]
+        return [Order(words.reshape(-1).data, tables.offsets())]
     # Of several orders each leaves room for a span that keeps what those before it have put into the slot.
     return [
         order for half in _halves(plan, pieces) for order in _orders(plan, half, src, dst, max_offsets, MAX_SPANS - 1)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from kvxfer.errors import IntegrityError, KvxferError
 from kvxfer.operations import Move, Moved, failed
-from kvxfer.ownership import Int64Array
 from kvxfer.row_sums import MODULUS
 from kvxfer.streams.ring import Ring, SumKind, SumOrder
 from kvxfer.streams.spans import Order
@@ -21,7 +20,7 @@ class Operation:
 
     move: Move
     orders: list[Order]  # that no entry has yet, the next one last
-    added: Int64Array | int  # to the spans of each
+    added: tuple[int, int]  # to the spans of each: a column, and what is added there
     summed: SumOrder
     look_after: Look | None
     peer: int | None = None  # the index of the memory that it pulls from

@@ -45,17 +45,21 @@ def test_an_order_says_how_much_of_its_lane_is_in_use(num_spans: int, num_offset
 def test_what_is_added_is_added_to_every_span() -> None:
     ring = Ring.create(2, 10)
     words = np.zeros((2, SPAN_WORDS), dtype=np.int64)
-    words[:, :9] = SPAN, SPAN._replace(row_bytes=32)
-    added = np.arange(SPAN_WORDS)
-    ring.fill_lane_words(1, words, np.arange(3), SumOrder(SumKind.CHECKED, 64, 48, (1 << 64) - 5), added)
+    words[:, :9] = SPAN, SPAN._replace(row_bytes=32, dst_first_byte=16)
+    summed = SumOrder(SumKind.CHECKED, 64, 48, (1 << 64) - 5)
+    ring.write_lane(1, words.reshape(-1).data, np.arange(3), summed, (7, 4096))
     ring.order(5, OrderCode.RUN, 1)
-    assert ring.spans_of(5) == [Span(*(np.array(each) + added[:9])) for each in (SPAN, SPAN._replace(row_bytes=32))]
-    assert ring.summed_by(5) == SumOrder(SumKind.CHECKED, 64, 48, (1 << 64) - 5)
+    assert ring.spans_of(5) == [SPAN._replace(dst_first_byte=4096), SPAN._replace(row_bytes=32, dst_first_byte=4112)]
+    assert words[:, 7].tolist() == [0, 16]
+    assert ring.summed_by(5) == summed
     assert ring.sum_of(5) == 4, "a wrong one until the stream writes it"
     assert ring.offsets_of(5)[:3].tolist() == [0, 1, 2]
     assert not ring.is_done(5)
     ring.set_done(5)
     assert ring.is_done(5)
+    ring.write_lane(1, words.reshape(-1).data, np.arange(4), has_offsets=True)
+    assert ring.summed_by(5).kind is SumKind.NONE
+    assert ring.offsets_of(5)[:4].tolist() == [0, 1, 2, 0], "they are said to be there"
     ring.close()
 
 

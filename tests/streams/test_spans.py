@@ -32,15 +32,14 @@ SPECS = (
 
 
 def spans_of(order: Order) -> list[Span]:
-    assert order.span_words.shape == (len(order.span_words), SPAN_WORDS)
-    return [Span(*words[:9]) for words in order.span_words.tolist()]
+    return [Span(*words[:9]) for words in np.array(order.span_words).reshape(-1, SPAN_WORDS).tolist()]
 
 
 def in_slot(order: Order, column: int, slot_first_byte: int) -> Order:
     """As it is written into a lane for a slot that begins there."""
-    words = order.span_words.copy()
-    words[:, column + 1] += slot_first_byte
-    return Order(words, order.offsets)
+    words = np.array(order.span_words)
+    words[column + 1 :: SPAN_WORDS] += slot_first_byte
+    return Order(words.data, order.offsets)
 
 
 def execute(order: Order, memories: dict[int, np.ndarray]) -> None:
@@ -188,7 +187,7 @@ def test_a_chunk_is_pulled_exactly(
     orders = pull_orders(plan, peer, PoolSide(MemoryIndex.POOL, dst.pool.size, dst_addresses), max_offsets)
     for order in orders:
         assert order.offsets.size <= max_offsets
-        assert len(order.span_words) <= MAX_SPANS
+        assert len(spans_of(order)) <= MAX_SPANS
         execute(order, {MemoryIndex.POOL: pulled, PEER: src.pool})
     np.testing.assert_array_equal(pulled, expected)
 
@@ -200,7 +199,7 @@ def test_a_chunk_of_many_rows_is_pulled_by_few_orders() -> None:
     addresses = addresses_of(scattered, 1152, 1 << 25)
     side = PoolSide(MemoryIndex.POOL, 61 << 25, addresses)
     orders = pull_orders(plan, PoolSide(PEER, 61 << 25, addresses), side, 2 * 7281)
-    assert [len(order.span_words) for order in orders] == [61, 61]
+    assert [len(spans_of(order)) for order in orders] == [61, 61]
     assert [order.offsets.size for order in orders] == [8192, 8192]
     with pytest.raises(LayoutError, match="row offsets: got"):
         pull_orders(plan, PoolSide(PEER, 60 << 25, addresses), side, 2 * 7281)
