@@ -42,10 +42,6 @@ LANDING_MOVES: Mapping[SlotState, frozenset[SlotState]] = {
 }
 
 
-_MOVING = frozenset({SlotState.FILLING, SlotState.IN_FLIGHT})
-"""States that end without anybody else's doing, unless a peer dies."""
-
-
 class SlotTable:
     """The state of every slot, and who a quarantined one waits for.
 
@@ -54,8 +50,7 @@ class SlotTable:
 
     in_turn = False
     """Whether slots are taken in the order of their numbers, round and round, because whoever fills them does so: one
-    that is passed over costs time. So what is about to be free is waited for, and what waits for a peer, or is slow, is
-    passed over."""
+    that is passed over costs time. So the next one is waited for, unless it is quarantined or slow."""
 
     def __init__(self, num_slots: int, moves: Mapping[SlotState, frozenset[SlotState]]) -> None:
         if num_slots < 1:
@@ -107,7 +102,7 @@ class SlotTable:
             state = self._states[slot]
             if state is SlotState.FREE:
                 return slot
-            if state in _MOVING and slot not in self._slow:
+            if state is not SlotState.QUARANTINED and slot not in self._slow:
                 return None
         return None
 

@@ -124,7 +124,7 @@ def test_slots_in_turn_wait_for_what_is_about_to_be_free() -> None:
     assert table.num_free == 2
     assert table.take(SlotState.FILLING) is None, "slot 0 is being filled"
     table.move(0, SlotState.READY)
-    assert table.next_free() == 1, "slot 0 waits for a peer"
+    assert table.next_free() is None, "slot 0 waits for a credit"
     table.move(0, SlotState.IN_FLIGHT)
     assert table.next_free() is None
     table.move(0, SlotState.FREE)
