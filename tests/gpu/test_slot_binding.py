@@ -43,7 +43,7 @@ def test_slots_are_filled_in_turn_and_kept(num_streams: int) -> None:
     for number in range(NUM_ENTRIES):
         slot = bound.slot_of(number)
         if number % 7 == 5:
-            kept = Span(*bound.keep(slot, SLOT_BYTES)[0, : len(Span._fields)].tolist())
+            kept = Span(*bound.keep(slot, SLOT_BYTES)[: len(Span._fields)].tolist())
             ring.fill_lane(slot, [kept], NO_OFFSETS)
         else:
             which = np.random.default_rng(number).permutation(len(rows))[:NUM_ROWS]
