@@ -89,8 +89,10 @@ class SlotTable:
     def has_room(self, num_held: int, num_peers: int) -> bool:
         """Whether a peer that uses `num_held` slots may have another one of those that are free. The last one is for
         a peer that uses none and may have come late."""
+        if num_held and num_held >= self.share(num_peers):
+            return False
         num_reserved = 1 if num_held and self.num_slots > 2 else 0
-        return self._counts[SlotState.FREE] > num_reserved and num_held < self.share(num_peers)
+        return self._counts[SlotState.FREE] > num_reserved
 
     def next_free(self) -> int | None:
         """The slot that `take` would move: the one that has been free for longest, or whose turn it is. None where

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -59,6 +60,7 @@ def _run(path: Path, load: Callable[[Path], _Config], create: Callable[[_Config]
         set_up_logging(config.log_level)
         agents.append(_create(path, config, create))
         threading.excepthook = partial(_lose_thread, agents[0])
+        gc.freeze()  # what exists by now stays: to look through it all again and again would hold up the loop
         _say_ready(agents[0], config, as_json)
         agents[0].run()
     except KvxferError as error:

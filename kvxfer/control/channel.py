@@ -149,7 +149,7 @@ class Channel:
         """A selector has looked at all sockets and found these ready: the next `look()` and the next `next_frame()`
         need not ask again. To ask costs as much as to read."""
         self._is_readable = self._socket in ready
-        self._has_helper_news = any(helper in ready for helper in self._helpers)
+        self._has_helper_news = bool(self._helpers) and any(helper in ready for helper in self._helpers)
 
     def next_frame(self) -> tuple[bytes, bytes] | None:
         """As `receive()`."""

@@ -281,10 +281,10 @@ class PrefillAgent:
                         self._gather(action)
                     case Write():
                         self._writes.post(action, now)
-            self._tell_outlook()  # before peers hear of anything: by that a stream of the worker begins with a gather
-            self._links.flush()
+            self._tell_outlook()  # by that a stream of the worker begins with a gather
             if not actions or not (actions := self._core.take_actions()):
-                return
+                break
+        self._links.flush()
 
     def _tell_outlook(self) -> None:
         """Let a stream of the worker prepare for what is planned, and drop what it has prepared for in vain."""

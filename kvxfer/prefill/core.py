@@ -43,14 +43,11 @@ class PrefillCore:
     def __init__(self, slots: SlotTable, mode: Mode, leases: Leases | None = None) -> None:
         """Without `leases` no peer is ever let pull."""
         self._life = Lifecycle(slots, mode, leases)
+        self.transfers = self._life.transfers
+        """Transfers that have not ended on both sides yet."""
         self.peers: dict[str, Peer] = {}
         self.refused: Counter[str] = Counter()
         """Messages that were dropped, by what was wrong with them."""
-
-    @property
-    def transfers(self) -> dict[str, Transfer]:
-        """Transfers that have not ended on both sides yet."""
-        return self._life.transfers
 
     @property
     def num_reading_pool(self) -> int:

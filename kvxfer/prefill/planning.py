@@ -166,5 +166,7 @@ class Outlook(NamedTuple):
 
 def look_ahead(life: Lifecycle) -> Outlook:
     """The outlook now."""
-    ready = min((each.ready for leg in life.unready_legs for each in leg.unready), default=0)
+    if not life.unready_legs:
+        return Outlook(life.sender.num_to_gather, 0)
+    ready = min(each.ready for leg in life.unready_legs for each in leg.unready)
     return Outlook(life.sender.num_to_gather, ready)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ from kvxfer.transports._engine_transport import EngineTransport
 
 class _HookedAgent(PrefillAgent):
     def run(self) -> None:
+        assert gc.get_freeze_count(), "what was imported is looked through again and again"
         # Handlers run in the main thread, which is the loop's.
         signal.signal(signal.SIGUSR1, lambda *_: time.sleep(float(sys.argv[2])))
         signal.signal(signal.SIGUSR2, lambda *_: self._end_engine_thread())
