@@ -145,6 +145,7 @@ class Leg:
     num_bytes: int = 0  # planned
     num_runs: int = 0
     num_leased: int = 0
+    num_in_a_row: int = 0  # of these, since the others had their turn
     num_wanted_sent: int = 0
     num_credited: int = 0  # landing slots that the peer has lent: at most as many as it was told are wanted
     num_filling: int = 0

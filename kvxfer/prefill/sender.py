@@ -23,6 +23,10 @@ from kvxfer.slots import SlotState, SlotTable
 from kvxfer.transfer import LegState
 from kvxfer.transports.base import Outcome
 
+_MAX_IN_A_ROW = 4
+"""Segments that a leg may pack before it is another's turn; at most a quarter of the slots. What its peer is told and
+answers then travels several in a frame, and a frame costs as much as all else that a segment does."""
+
 
 class _GatherOp(msgspec.Struct, frozen=True, eq=False):
     lease: Lease
@@ -59,6 +63,7 @@ class Sender:
         self._gathers: dict[int, _GatherOp] = {}
         self._writes: dict[int, _WriteOp] = {}
         self._num_operations = 0
+        self._max_in_a_row = max(1, min(_MAX_IN_A_ROW, slots.num_slots // 4))
         self._advanced: list[Leg] = []  # legs that leased since their peers were told
         self._num_held: Counter[str] = Counter()  # slots, or raw segments, by peer
         self.num_peers = 0
@@ -197,9 +202,12 @@ class Sender:
         return self.slots.has_room(0 if leg.mode is Mode.SERIAL else num_used, self.num_peers)
 
     def _lease(self, leg: Leg, now: float) -> None:
-        """Give the leg's next segment a free slot and emit its gather; then it is the others' turn."""
-        self._turns.remove(leg)
-        self._turns.append(leg)
+        """Give the leg's next segment a free slot and emit its gather; after a few it is the others' turn."""
+        leg.num_in_a_row += 1
+        if leg.num_in_a_row >= self._max_in_a_row:
+            leg.num_in_a_row = 0
+            self._turns.remove(leg)
+            self._turns.append(leg)
         work = leg.works[0]
         segment = work.next_segment
         if leg.mode is Mode.RAW:

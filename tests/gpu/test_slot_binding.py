@@ -38,6 +38,7 @@ def test_slots_are_filled_in_turn_and_kept(num_streams: int) -> None:
     stream = CudaRowStream(ring, DevicePool.of(pool), slots, num_streams=num_streams, may_bind=True)
     bound = bound_slots(ring)
     assert bound is not None
+    rows[torch.zeros(NUM_ROWS, dtype=torch.int64).cuda()].cpu()  # no kernel is loaded beside a stream that waits
     stream.enqueue(0, NUM_ENTRIES)
     expected: dict[int, np.ndarray] = {}
     for number in range(NUM_ENTRIES):
