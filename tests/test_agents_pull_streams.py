@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +188,8 @@ def test_an_agent_that_ends_while_rows_are_pulled_leaves_no_stream_waiting(
         if name == "p0":
             assert world.wait(prefill_client, request).event is EventKind.FAILED
         else:
-            time.sleep(0.05)
+            agent = _decode_agent(world)
+            until(lambda: not any(receive.is_open for receive in list(agent._core.receives.values())))
         held.go_on.set()
         assert world.wait(decode_client, request).event is EventKind.FAILED
         if name == "d0":
