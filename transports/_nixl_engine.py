@@ -95,15 +95,13 @@ class NixlEngine:
     max_post_entries = MAX_POST_ENTRIES
     max_peer_entries = MAX_PEER_ENTRIES
 
-    def __init__(
-        self, bindings: ModuleType, endpoint: str, is_target: bool, device: Gpu | None = None, *, has_gpu_slots: bool
-    ) -> None:
+    def __init__(self, bindings: ModuleType, endpoint: str, is_target: bool, device: Gpu | None = None) -> None:
         """`device`: the GPU whose memory is registered besides host memory, None for host memory alone."""
         self._nixl = bindings
         self.endpoint = endpoint
         # UCX finds out about memory of a GPU, and copies it, in whatever context is current where it is called.
         self._context: contextlib.AbstractContextManager[object] = device or contextlib.nullcontext()
-        self._has_gpu_slots = has_gpu_slots
+        self._has_gpu = device is not None
         config = bindings.nixlAgentConfig()
         # A target makes progress only through it. On the writing side it would spin on UCX's lock while a post copies.
         config.useProgThread = is_target
@@ -161,8 +159,8 @@ class NixlEngine:
         if metadata.host != host_id():
             return
         for region in metadata.regions:
-            if (region.gpu_index >= 0) != self._has_gpu_slots:
-                here, there = ("a GPU's", "the host's") if self._has_gpu_slots else ("the host's", "a GPU's")
+            if (region.gpu_index >= 0) != self._has_gpu:
+                here, there = ("a GPU's", "the host's") if self._has_gpu else ("the host's", "a GPU's")
                 raise EngineError(
                     Outcome.FAILED,
                     f"slots.kind: got slots in {here} memory and those of peer {peer} in {there}, on one host, where "
@@ -178,8 +176,8 @@ class NixlEngine:
         if metadata is None:
             return "unknown"
         if metadata.host != host_id():
-            return ucx_log().write_path("inter-node", is_gpu=self._has_gpu_slots)
-        return ucx_log().write_path("self" if metadata.pid == os.getpid() else "intra-node", is_gpu=self._has_gpu_slots)
+            return ucx_log().write_path("inter-node", is_gpu=self._has_gpu)
+        return ucx_log().write_path("self" if metadata.pid == os.getpid() else "intra-node", is_gpu=self._has_gpu)
 
     def drop_peer(self, peer: str) -> None:
         metadata = self._peers.pop(peer, None)

@@ -79,12 +79,10 @@ class TransferCase:
                 "--mode: got raw with --placement worker, expected --placement agent: engines read no pool that stays "
                 "with its worker"
             )
-        if self.device == "cuda" and (
-            self.transport == "mooncake" or (self.transport == "loopback" and self.slot_kind != "device")
-        ):
+        if self.device == "cuda" and (self.transport == "mooncake" or self.slot_kind != "device"):
             raise ConfigError(
-                f"--mode: got raw with --device cuda and transport {self.transport}, expected nixl, or loopback with "
-                "--slots device: no other reads a pool on a GPU"
+                f"--mode: got raw with --device cuda, transport {self.transport} and --slots {self.slot_kind}, expected "
+                "nixl or loopback with --slots device: no other reads a pool on a GPU"
             )
 
     def _check_device_slots(self) -> None:

@@ -24,7 +24,7 @@ from kvxfer.transfer import LegState
 from kvxfer.transports.base import Outcome
 
 _MAX_IN_A_ROW = 4
-"""Segments that a leg may pack before it is another's turn; at most a quarter of the slots. What its peer is told and
+"""Segments that a leg may pack before it is another's turn; at most half of the slots. What its peer is told and
 answers then travels several in a frame, and a frame costs as much as all else that a segment does."""
 
 
@@ -63,7 +63,7 @@ class Sender:
         self._gathers: dict[int, _GatherOp] = {}
         self._writes: dict[int, _WriteOp] = {}
         self._num_operations = 0
-        self._max_in_a_row = max(1, min(_MAX_IN_A_ROW, slots.num_slots // 4))
+        self._max_in_a_row = max(1, min(_MAX_IN_A_ROW, slots.num_slots // 2))
         self._advanced: list[Leg] = []  # legs that leased since their peers were told
         self._num_held: Counter[str] = Counter()  # slots, or raw segments, by peer
         self.num_peers = 0

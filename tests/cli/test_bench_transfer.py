@@ -44,11 +44,11 @@ _CASE = TransferCase(
         (["--device", "cuda", "--mode", "raw"], "--mode: got raw with --placement worker, expected --placement agent"),
         (
             ["--device", "cuda", "--placement", "agent", "--mode", "raw", "--transport", "loopback"],
-            "--mode: got raw with --device cuda and transport loopback, expected nixl, or loopback with --slots device",
+            "--mode: got raw with --device cuda, transport loopback and --slots pinned_host, expected",
         ),
         (
             ["--device", "cuda", "--placement", "agent", "--mode", "raw", "--transport", "mooncake"],
-            "--mode: got raw with --device cuda and transport mooncake, expected nixl",
+            "--mode: got raw with --device cuda, transport mooncake and --slots pinned_host, expected",
         ),
         (["--verify", "full", "--compare", "packed,raw"], "--verify: got full with mode raw, expected off"),
         (["--placement", "worker", "--compare", "packed,raw"], "--mode: got raw with --placement worker, expected"),

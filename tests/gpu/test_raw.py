@@ -90,7 +90,6 @@ class Workers:
     ("transport", "slot_kind"),
     [
         ("loopback", "device"),
-        pytest.param("nixl", "pinned_host", marks=pytest.mark.nixl),
         pytest.param("nixl", "device", marks=pytest.mark.nixl),
     ],
 )
@@ -125,7 +124,6 @@ def test_a_gather_that_cannot_be_launched_makes_its_legs_go_on_run_by_run(
     [
         ("loopback", "device", "legacy"),
         pytest.param("nixl", "device", "vmm", marks=pytest.mark.nixl),
-        pytest.param("nixl", "pinned_host", "legacy", marks=pytest.mark.nixl),
     ],
 )
 def test_mode_raw(

@@ -179,7 +179,7 @@ def test_overlapping_and_impossible_registrations_are_refused(pair: Pair) -> Non
         writer.call("register_odd", address_shift=4096, num_bytes=10, kind="host")
     with pytest.raises(PeerError, match="RegistrationError: got 0 bytes"):
         writer.call("register_odd", address_shift=1 << 40, num_bytes=0, kind="host")
-    with pytest.raises(PeerError, match=r"RegistrationError: (got device memory|NIXL registering 4096 bytes)"):
+    with pytest.raises(PeerError, match="RegistrationError: got device memory"):
         writer.call("register_odd", address_shift=1 << 40, num_bytes=4096, kind="device")
     with pytest.raises(PeerError, match="RegistrationError: got region 1000000"):
         writer.call("deregister_unknown")

@@ -11,9 +11,8 @@ import sys
 import msgspec
 import pytest
 
-from kvxfer.errors import EngineMissingError, ProtocolError, RegistrationError
-from kvxfer.transports import MemoryKind, Region, create_transport
-from kvxfer.transports import nixl as nixl_module
+from kvxfer.errors import ProtocolError
+from kvxfer.transports import create_transport
 from kvxfer.transports._metadata import PublishedRegion, decode_metadata, encode_metadata
 from kvxfer.transports._nixl_engine import MAX_UNREACHABLE_PEERS
 from kvxfer.transports._ucx_log import UcxLog
@@ -98,7 +97,7 @@ _LIST_UNMAPPED = """
 from kvxfer.transports import exit_process
 from kvxfer.transports._nixl_engine import NixlEngine, NixlOptions, load_bindings
 nixl = load_bindings(NixlOptions(interface="lo"))
-engine = NixlEngine(nixl, "only", True, has_gpu_slots=False)
+engine = NixlEngine(nixl, "only", True)
 raised = {name for name, kind in vars(nixl).items() if isinstance(kind, type) and issubclass(kind, Exception)}
 print(*sorted(raised - {kind.__name__ for kind in engine.errors.mapped}))
 engine.destroy()
@@ -163,52 +162,3 @@ def test_memory_of_a_gpu_and_of_the_host_are_no_pair_on_one_host() -> None:
             transport.add_peer("p", encode_metadata(msgspec.structs.replace(metadata, regions=[on_gpu])))
     finally:
         transport.close()
-
-
-class _EngineObject:
-    """What was registered with it; `device` as it was given."""
-
-    made: list[_EngineObject]
-
-    def __init__(
-        self, _bindings: object, endpoint: str, _is_target: bool, device: object, *, has_gpu_slots: bool
-    ) -> None:
-        self.endpoint, self.device, self.has_gpu_slots = endpoint, device, has_gpu_slots
-        self.regions: list[Region] = []
-        self.made.append(self)
-
-    def register(self, region: Region) -> None:
-        assert (region.kind is MemoryKind.HOST) or self.device is not None
-        self.regions.append(region)
-
-    def destroy(self) -> None:
-        self.regions.clear()
-
-
-def test_an_engine_begins_anew_in_the_context_of_a_gpu_whose_memory_it_is_to_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Once, and slots stay what they were to peers."""
-    _EngineObject.made = []
-    monkeypatch.setattr(nixl_module, "NixlEngine", _EngineObject)
-    monkeypatch.setattr(nixl_module, "load_bindings", lambda _options: None)
-    transport = nixl_module.NixlTransport("me")
-    slots = Region(4096, 4096)
-    transport.register(slots)
-
-    def refuse(_gpu_index: int) -> None:
-        raise EngineMissingError("GPU streams need the package cuda-bindings")
-
-    monkeypatch.setattr(nixl_module, "gpu", refuse)
-    pools = [Region(address, 4096, kind=MemoryKind.DEVICE, device_index=3) for address in (1 << 20, 2 << 20)]
-    with pytest.raises(
-        RegistrationError, match=r"^got device memory, which UCX cannot be started for: GPU streams need"
-    ):
-        transport.register(pools[0])
-    monkeypatch.setattr(nixl_module, "gpu", lambda gpu_index: f"GPU {gpu_index}")
-    for pool in pools:
-        transport.register(pool)
-    before, now = _EngineObject.made
-    assert (before.device, before.regions) == (None, [])
-    assert (now.device, now.has_gpu_slots, now.regions) == ("GPU 3", False, [slots, *pools])
-    transport.close()
