@@ -81,8 +81,8 @@ class TransferCase:
             )
         if self.device == "cuda" and (self.transport == "mooncake" or self.slot_kind != "device"):
             raise ConfigError(
-                f"--mode: got raw with --device cuda, transport {self.transport} and --slots {self.slot_kind}, expected "
-                "nixl or loopback with --slots device: no other reads a pool on a GPU"
+                f"--mode: got raw with --device cuda, transport {self.transport} and --slots {self.slot_kind}, "
+                "expected nixl or loopback with --slots device: no other reads a pool on a GPU"
             )
 
     def _check_device_slots(self) -> None:
