@@ -115,8 +115,8 @@ def run(cases: list[Named], seconds: float, json_path: Path | None) -> tuple[dic
     facts: list[dict[str, Any]] = []
     left_out: list[str] = []
     all_ran = True
-    _say("| case | ms | share | GB/s | tail ms | us a segment | decode us | kept | MiB | s |")
-    _say("|---|---|---|---|---|---|---|---|---|---|")
+    _say("| case | ms | share | GB/s | tail ms | us a segment | decode us | agent us | kept | MiB | s |")
+    _say("|---|---|---|---|---|---|---|---|---|---|---|")
     try:
         num_gpus = cases[0].case.num_gpus if cases[0].case.device == "cuda" else None
         with CaseRunner(max(each.case.num_ranks for each in cases), num_gpus) as runner:
@@ -153,7 +153,7 @@ def _row(name: str, facts: dict[str, Any]) -> str:
     return (
         f"| {name}{wrong} | {facts['transfer_ms']:.2f} | {share} | {facts['goodput_gb_s']:.1f} "
         f"| {facts['exposed_tail_ms']:.2f} | {facts['worker_us_per_segment'] or 0.0:.0f} "
-        f"| {facts['decode_worker_us_per_segment'] or 0.0:.0f} | {kept} "
+        f"| {facts['decode_worker_us_per_segment'] or 0.0:.0f} | {facts['agent_us_per_segment'] or 0.0:.0f} | {kept} "
         f"| {facts['peak_device_bytes'] / _MIB:.1f} | {facts['at_s']:.0f} |"
     )
 

@@ -68,7 +68,6 @@ class TransferResult:
         """The keys of `kvxfer bench transfer --json`. Times of stages are sums over the agents and overlap."""
         case = self.case
         goodput_gb_s = case.num_bytes / self.elapsed_s / 1e9
-        contiguous_gb_s = case.num_bytes / self.contiguous_s / 1e9 if self.contiguous_s else None
         last = self.moves[-1].sent
         return {
             "transport": case.transport,
@@ -87,8 +86,8 @@ class TransferResult:
             "pair_ms": self.pair_s * 1e3,
             "transfer_ms": self.elapsed_s * 1e3,
             "goodput_gb_s": goodput_gb_s,
-            "contiguous_gb_s": contiguous_gb_s,
-            "efficiency": goodput_gb_s / contiguous_gb_s if contiguous_gb_s else None,
+            "contiguous_gb_s": case.num_bytes / self.contiguous_s / 1e9 if self.contiguous_s else None,
+            "efficiency": self.contiguous_s / self.elapsed_s if self.contiguous_s else None,
             "descriptors_raw": last.num_runs,
             "descriptors_sent": last.num_descriptors,
             "plan_ms": self._stage_ms(lambda stats: stats.plan_s, sending=True),
@@ -109,6 +108,7 @@ class TransferResult:
             "segments": last.num_segments,
             "worker_us_per_segment": self._us_per_segment(lambda move: move.client_cpu_s),
             "decode_worker_us_per_segment": self._us_per_segment(lambda move: sum(move.decode_client_cpu_s)),
+            "agent_us_per_segment": self._us_per_segment(lambda move: sum(time.main_s for time in move.agent_cpu[:1])),
             "worker_rate_kept": self.rate_kept,
             "peak_device_bytes": max(move.device_bytes for move in self.moves),
             "slots": case.slot_kind,

@@ -8,7 +8,7 @@ import pytest
 from kvxfer.cli import main as main_module
 from kvxfer.cli.bench_transfer import TransferResult, run_cases
 from kvxfer.cli.ensemble import Ensemble, Move, Pool, Setup, start_workers
-from kvxfer.cli.harness import Cast, ChildError
+from kvxfer.cli.harness import Cast, ChildError, ThreadsTime
 from kvxfer.cli.output import Steps
 from kvxfer.cli.pools import GroupShape, lay_out
 from kvxfer.cli.protocol import Compute, Computed, Done, FillRows, PatternRows
@@ -81,6 +81,7 @@ def _move(elapsed_s: float, **changes: float) -> Move:
     sent = TransferStats(num_rows=900, num_bytes=_CASE.num_bytes, num_segments=4, num_descriptors=4, num_runs=900)
     facts: dict[str, object] = {"tail_s": elapsed_s / 2, "landed_s": (elapsed_s,), "client_cpu_s": 0.001}
     facts |= {"decode_client_cpu_s": (0.002, 0.004), "products_per_s": 90.0, "device_bytes": 7}
+    facts |= {"agent_cpu": (ThreadsTime(0.0008, 1.0), ThreadsTime(2.0, 0.0))}
     return Move(elapsed_s=elapsed_s, sent=sent, landed=(sent,), **(facts | changes))  # type: ignore[arg-type]
 
 
@@ -92,6 +93,7 @@ def test_figures_of_an_emulated_wire_and_of_workers() -> None:
     assert facts["exposed_tail_ms"] == pytest.approx(150)
     assert facts["worker_us_per_segment"] == pytest.approx(250)
     assert facts["decode_worker_us_per_segment"] == pytest.approx(1500)
+    assert facts["agent_us_per_segment"] == pytest.approx(200)
     assert facts["worker_rate_kept"] == pytest.approx(0.9)
     assert facts["peak_device_bytes"] == 9
     assert facts["efficiency"] is None
