@@ -329,7 +329,7 @@ class PrefillCore:
     def tick(self, now: float) -> None:
         """Time has passed: deadlines, answers that were not acknowledged, slots that others are not to wait for."""
         self._life.judge_deadlines(now)
-        self._life.sender.slots.mark_slow()
+        self._life.mark_slow(now)
         for peer in self.peers.values():
             for leg in peer.legs.values():
                 if leg.state is LegState.QUIET and not leg.quiesced_acked and now >= leg.quiesced_sent_at + RESEND_S:

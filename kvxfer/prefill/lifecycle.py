@@ -85,6 +85,11 @@ class Lifecycle:
         self.sender.slots.release_quarantine()
         self._pump_at = now
 
+    def mark_slow(self, now: float) -> None:
+        """Slots that have been in use for long are waited for no more: the one behind them may be free."""
+        self.sender.slots.mark_slow()
+        self._pump_at = now
+
     def pulled(self, transfer: Transfer, leg: Leg, chunk: int, now: float) -> None:
         """The peer reads `chunk` of an active leg no more; said again it changes nothing."""
         leg.pulling.discard(chunk)

@@ -11,7 +11,7 @@ from kvxfer.prefill.leg import Mode
 from kvxfer.slots import SlotState
 from kvxfer.transfer import EventKind, LegState, Reason
 from kvxfer.transports.base import Outcome
-from tests.prefill.driver import ROW_BYTES, SEGMENT_BYTES, PrefillDriver, pages_for
+from tests.prefill.driver import ROW_BYTES, SEGMENT_BYTES, SEGMENT_ROWS, PrefillDriver, pages_for
 
 SENT = [EventKind.SOURCE_FREE, EventKind.SENT]
 
@@ -43,6 +43,27 @@ def test_a_peer_alone_leaves_the_last_slot_to_one_that_comes_late() -> None:
     driver.grant(late, moving, 64)
     driver.submit(moving, 0, 64)
     driver.run([late], moving)
+    assert driver.kinds(moving) == SENT
+
+
+def test_slots_in_turn_are_not_kept_from_others_by_one_that_is_stuck() -> None:
+    """Nothing but the clock says that it is stuck."""
+    driver = PrefillDriver(num_slots=4)
+    driver.slots.in_turn = True
+    silent, lively = driver.pair(), driver.pair()
+    stuck, moving = driver.ticket(), driver.ticket()
+    for peer, transfer in ((silent, stuck), (lively, moving)):
+        driver.grant(peer, transfer, 32)
+        driver.submit(transfer, 0, 32)
+    driver.end_gathers()
+    for slot in range(32 // SEGMENT_ROWS):
+        if len(driver.to(lively, Want)) <= slot:
+            driver.tick(0.1)
+            driver.tick(0.1)
+        driver.end_gathers()
+        driver.credit(lively, moving, slot)
+        driver.end_write()
+        driver.end_gathers()
     assert driver.kinds(moving) == SENT
 
 
