@@ -114,6 +114,12 @@ class RowExecutor(Protocol):
         what it was given."""
         ...
 
+    @property
+    def may_have_spoilt(self) -> bool:
+        """Whether slots may hold something else by now than what gathers have put there, because the worker has ended
+        its stream. To be looked at after a slot was read: what was read before is right then."""
+        ...
+
     def hold(self, is_held: bool) -> None:
         """Let nothing begin while `is_held`: the slots have moved, and the worker is to learn where."""
         ...

@@ -129,7 +129,7 @@ class HostExecutor:
     timeline = 0
     fills_in_turn = False
     sums_gathers = checks_scatters = False  # `look` is called by the thread that moves the rows
-    may_still_move = False
+    may_still_move = may_have_spoilt = False
 
     def __init__(self, mover: RowMover, pool: ByteArray, slot_view: Callable[[int], ByteArray]) -> None:
         """`pool` is `[pool_bytes]` uint8; `slot_view(slot)` gives `[slot_bytes]` uint8 of a slot as it is now."""

@@ -60,11 +60,15 @@ class Writes:
                 self._links.probe_ended(completion, now)
                 continue
             self._sidecar.trace.end("write", completion.write_id)
+            outcome, detail = completion.outcome, completion.detail
             # A write that was still under way when its leg stopped, at the latest at the deadline, may have read pages
             # that hold other rows by then: nobody is told of it.
-            if completion.outcome is Outcome.DONE and not write.cancel.is_set:
-                # The engine has proven the bytes to be in the peer's memory: only now is the peer told.
-                self._links.send(write.peer, write.notice)
-            elif completion.outcome is Outcome.UNKNOWN and write.runs is not None:
+            if outcome is Outcome.DONE and not write.cancel.is_set:
+                if self._sidecar.rows.may_have_spoilt:
+                    outcome, detail = Outcome.FAILED, "the worker's stream has ended, and may have written its slot"
+                else:
+                    # The engine has proven the bytes to be in the peer's memory: only now is the peer told.
+                    self._links.send(write.peer, write.notice)
+            elif outcome is Outcome.UNKNOWN and write.runs is not None:
                 self.may_still_read = True
-            self._core.write_ended(write.operation, completion.outcome, completion.detail, now)
+            self._core.write_ended(write.operation, outcome, detail, now)

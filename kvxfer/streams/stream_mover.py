@@ -83,6 +83,12 @@ class StreamMover:
         """`RowExecutor.may_still_move`."""
         return self._may_still_move
 
+    @property
+    def may_have_spoilt(self) -> bool:
+        """`RowExecutor.may_have_spoilt`. An owner that ends skips what it has enqueued, and entries that are bound
+        write their slots all the same."""
+        return self._entries.bound is not None and self._ring.has_ended
+
     def hold(self, is_held: bool) -> None:
         """`RowExecutor.hold`. Entries that were enqueued until then may be bound to slots that have moved away."""
         was_held, self._is_held = self._is_held, is_held

@@ -160,3 +160,23 @@ def test_a_stream_that_is_left_with_entries_may_still_write_slots(slow: Owner) -
     slow.mover.stop("the worker is gone")
     assert slow.mover.may_still_move
     slow.poll()
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_an_owner_that_ends_may_have_spoilt_the_slots_that_its_entries_are_bound_to(is_bound: bool) -> None:
+    with Owner(is_bound=is_bound, is_eager=False) as owner:
+        source = chunk_of(16 * 2)
+        for slot in range(2):
+            owner.mover.gather(owner.move(slot, source, slot), slot, None)
+        owner.mover.expect(NUM_SLOTS, 0)  # which are enqueued as well, one of them for slot 0
+        owner.feed()
+        owner.wait(2)
+        assert_packed(owner, 0, source, 0)
+        assert not owner.mover.may_have_spoilt
+        owner.agent_ring.set_ended()
+        assert owner.mover.may_have_spoilt == is_bound
+        held = owner.slot(0).copy()
+        for number in range(2, owner.num_enqueued):
+            owner.agent_ring.order(number, OrderCode.SKIP)
+        owner.wait_until_drained()
+        assert np.array_equal(owner.slot(0), held) is not is_bound
