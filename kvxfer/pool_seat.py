@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import numpy as np
-
 from kvxfer.control.handoff_listener import ReceivedPool
 from kvxfer.errors import KvxferError
 from kvxfer.layout import Placement, PoolLayout
 from kvxfer.operations import Moved, RowExecutor
 from kvxfer.row_sums import BLOCK_BYTES
-from kvxfer.rows_host import ByteArray
 from kvxfer.streams.own_mover import OwnStreamMover
 from kvxfer.streams.ring import OFFSETS_WORD, Ring
 from kvxfer.streams.slot_binding import offer_slots
@@ -87,12 +84,6 @@ class PoolSeat:
     def look(self) -> list[Moved]:
         """`RowExecutor.look`, where there is one."""
         return [] if self._rows is None else self._rows.look()
-
-    def array(self) -> ByteArray:
-        """`[pool_bytes]` uint8 of the worker's pool, also of one that was lost and is still in use; empty where none is
-        mapped."""
-        pool = self.pool or self._lost
-        return np.empty(0, dtype=np.uint8) if pool is None or pool.memory is None else pool.memory.array
 
     def take(self, received: ReceivedPool) -> None:
         """A worker has handed over its pool, which is the seat's from now on."""

@@ -26,7 +26,6 @@ from kvxfer.ops.tracing import Trace
 from kvxfer.peer_pools import PeerPools
 from kvxfer.row_mover import RowMover
 from kvxfer.row_opening import open_rows
-from kvxfer.rows_host import ByteArray
 from kvxfer.slot_memory import SlotMemory
 from kvxfer.transports.base import Transport
 from kvxfer.transports.registry import create_transport
@@ -314,10 +313,6 @@ class Sidecar:
     def poll_moves(self) -> list[Moved]:
         """Moves of the worker's rows that have ended since the last call."""
         return self.desk.seat.look() + self.mover.poll()
-
-    def pool_array(self) -> ByteArray:
-        """`PoolSeat.array`."""
-        return self.desk.seat.array()
 
     def _open_rows(self, pool: ReceivedPool) -> RowExecutor:
         self._close_peers()  # of the worker before

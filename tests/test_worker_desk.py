@@ -106,7 +106,6 @@ def test_a_worker_attaches_moves_rows_and_goes(agent: _Agent, memory: HostMemory
         pool = agent.sidecar.pool
         assert pool is not None
         assert pool.memory is None
-        assert agent.sidecar.pool_array().size == 0
         assert isinstance(agent.sidecar.rows, StreamMover)
         ring = pool.ring
         assert ring is not None

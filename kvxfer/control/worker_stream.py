@@ -24,7 +24,7 @@ from kvxfer.streams.row_stream import RowStream
 
 MAX_UNFINISHED = 128
 """Entries that may be enqueued and not done. Each takes four places of a launch queue, or five where segments are
-checked, and the queue has 1024 on GPUs seen so far; a full one blocks the worker."""
+checked or entries bound to slots, and the queue has 1024 on GPUs seen so far; a full one blocks the worker."""
 _BATCH = 8
 """Entries that are enqueued before the agent hears of them and can use the first."""
 DRAIN_S = 5.0
@@ -122,7 +122,8 @@ class WorkerStream:
     def end(self) -> None:
         """No agent gives orders any more: skip what has not ended and enqueue nothing. Calling it again does nothing.
 
-        A skipped entry touches no page, even if its turn comes late. May be called from any thread.
+        A skipped entry touches no page, even if its turn comes late; one that is bound to a slot writes that, which the
+        agent knows. May be called from any thread.
         """
         if self._pid != os.getpid():
             return

@@ -48,7 +48,6 @@ _TIMELINE_WORD: Final = 0
 _ENQUEUED_WORD: Final = 8  # each in a cache line of its own
 _ENDED_WORD: Final = 16
 _STAGING_WORD: Final = 24
-_ENTRY_WORDS: Final = ENTRY_BYTES // 8
 _ORDER, _DONE, _LANE, _LANE_USED, _SUM = range(5)  # words of an entry
 _NUM_SPANS, _NUM_USED, _SUM_KIND = range(3)  # words of a lane
 _EXPECTED: Final = 3  # word of a `SumOrder`
@@ -73,7 +72,8 @@ class MemoryIndex(enum.IntEnum):
     SLOTS = 1
     FIRST_PEER = 2
     STAGING = 255
-    """Where a segment is copied that is to be checked before its rows are moved; it needs as many bytes as a slot."""
+    """Where a segment is copied that is to be checked before its rows are moved, or packed before it goes to the slot
+    that its entry is bound to; it needs as many bytes as a slot."""
 
 
 class SumKind(enum.IntEnum):
