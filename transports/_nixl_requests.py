@@ -127,8 +127,13 @@ class NixlRequests:
             return True
         self._idle[request] = handle
         if len(self._idle) > MAX_IDLE_REQUESTS:
-            self._release(self._idle.pop(next(iter(self._idle))))
+            self._drop_oldest()
         return True
+
+    def _drop_oldest(self) -> None:
+        """Another thread may drop all meanwhile."""
+        with contextlib.suppress(StopIteration, RuntimeError, KeyError):
+            self._release(self._idle.pop(next(iter(self._idle))))
 
     def _fault(self, handle: int, error: Exception, doing: str) -> EngineError:
         self.abandon(handle)

@@ -279,7 +279,10 @@ class StreamMover:
             self._num_waiting -= 1
             if not operation.orders:
                 self._waiting.popleft()
-        while entries.next_number < end and self._has_surplus() and (entries.has_lane or entries.bound is None):
+        can_pass = entries.bound is None or not self._is_held  # slots that are about to move are not kept
+        while can_pass and entries.next_number < end and self._has_surplus():
+            if entries.bound is not None and not entries.has_lane:
+                break
             entries.pass_over()
         if has_passed:
             self._ask()  # for others in their place

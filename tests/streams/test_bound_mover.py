@@ -180,3 +180,14 @@ def test_an_owner_that_ends_may_have_spoilt_the_slots_that_its_entries_are_bound
             owner.agent_ring.order(number, OrderCode.SKIP)
         owner.wait_until_drained()
         assert np.array_equal(owner.slot(0), held) is not is_bound
+
+
+def test_entries_in_surplus_wait_while_the_slots_move(slow: Owner) -> None:
+    slow.mover.expect(2, 0)
+    slow.feed()
+    slow.mover.hold(True)
+    slow.mover.expect(0, 0)
+    assert [slow.agent_ring.order_of(number) for number in range(2)] == [None, None]
+    slow.mover.hold(False)
+    assert [slow.agent_ring.order_of(number) for number in range(2)] == [OrderCode.SKIP, OrderCode.SKIP]
+    slow.wait_until_drained()
