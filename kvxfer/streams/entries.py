@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -31,13 +30,18 @@ class Entries:
         self._ring = ring
         self._running: deque[_Running] = deque()  # in the order of their numbers
         self._lanes = Lanes(ring)
+        self._bound: BoundSlots | None = None
+        self._knows_bound = False
         self.next_number = 0
         """Of the entry that gets an order next."""
 
-    @functools.cached_property
+    @property
     def bound(self) -> BoundSlots | None:
-        """What entries are bound to; known since the worker has attached."""
-        return bound_slots(self._ring)
+        """What entries are bound to. The owner says so before it enqueues the first, but after the ring was made."""
+        if not self._knows_bound:
+            self._bound = bound_slots(self._ring)
+            self._knows_bound = self._bound is not None or self._ring.num_enqueued > 0
+        return self._bound
 
     @property
     def has_lane(self) -> bool:

@@ -11,7 +11,9 @@ import pytest
 from kvxfer.operations import CancelFlag, RowSum, SegmentSource
 from kvxfer.row_sums import row_sum
 from kvxfer.rows_host import gather_segment
-from kvxfer.streams.ring import OrderCode
+from kvxfer.streams.entries import Entries
+from kvxfer.streams.ring import OrderCode, Ring
+from kvxfer.streams.slot_binding import bind_entries, offer_slots
 from tests.streams.owner import NUM_SLOTS, SLOT_BYTES, Owner, chunk_of
 
 
@@ -191,3 +193,14 @@ def test_entries_in_surplus_wait_while_the_slots_move(slow: Owner) -> None:
     slow.mover.hold(False)
     assert [slow.agent_ring.order_of(number) for number in range(2)] == [OrderCode.SKIP, OrderCode.SKIP]
     slow.wait_until_drained()
+
+
+def test_that_entries_are_bound_is_seen_also_by_who_asked_too_early() -> None:
+    ring = Ring.create(1, 1)
+    offer_slots(ring, NUM_SLOTS, SLOT_BYTES)
+    entries = Entries(ring)
+    assert entries.bound is None
+    bound = bind_entries(ring, NUM_SLOTS * SLOT_BYTES)
+    assert bound is not None
+    assert entries.bound == bound
+    ring.close()
