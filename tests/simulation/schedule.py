@@ -55,6 +55,7 @@ class Setup:
     has_timeline: bool
     num_requests: int
     num_incidents: int
+    fills_in_turn: bool  # streams of prefill workers have their entries bound to slots
     faults: Faults
 
 
@@ -87,5 +88,6 @@ def draw_setup(choices: Choices) -> Setup:
         has_timeline=choices.pick(3) == 2,
         num_requests=1 + choices.pick(4),
         num_incidents=choices.one_of((0, 1, 2, 4)),
+        fills_in_turn=choices.pick(3) == 2,
         faults=faults,
     )

@@ -221,10 +221,11 @@ class World:
         topology = self.setup.topology
         if isinstance(agent, SimPrefill):
             layout = topology.prefill[agent.idx]
+            agent.core.attach_worker(layout, fills_in_turn=self.setup.fills_in_turn)
         else:
             layout = topology.decode[agent.group_idx][agent.rank]
+            agent.core.attach_worker(layout)
         agent.pool = WorkerPool(layout)
-        agent.core.attach_worker(layout)
 
     def _lose_worker(self, agent: SimPrefill | SimDecode) -> None:
         self.taint_agent(agent.incarnation)
