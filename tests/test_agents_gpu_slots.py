@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -37,8 +38,9 @@ def _share(pool: DevicePool) -> PoolHandle:
     return PoolHandle(UUID, pool.num_bytes, 0, pool.num_bytes, 1, ipc)
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeIpc]:
+@contextmanager
+def as_if_apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeIpc]:
+    """The driver's GPU; what agents and workers share in this process counts as another process's."""
     made = FakeIpc()
     with installed(made, monkeypatch):
         for module in (device, legacy, _loopback_gpu):
@@ -50,6 +52,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeIpc]:
         yield made
         assert (made.scratch, made.opened, made.registered) == ({}, [], {})
         assert list(made.streams) == [0]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeIpc]:
+    with as_if_apart(monkeypatch) as made:
+        yield made
 
 
 def world_of(path: Path, cuda: FakeIpc, placement: PoolPlacement) -> AgentWorld:

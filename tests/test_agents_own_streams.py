@@ -24,7 +24,7 @@ from kvxfer.streams.staged_stream import StagedRowStream
 from kvxfer.transfer import EventKind
 from tests.agent_world import WAIT_S, AgentWorld
 from tests.idle_agent import until
-from tests.streams.fake_cuda import CUresult, FakeCuda
+from tests.streams.fake_cuda import CUresult, FakeCuda, Stream
 from tests.streams.installed_cuda import installed
 from tests.test_agents import KV, SPLITS, STATE, Split, build
 from tests.test_agents_streams import _in_loop
@@ -108,21 +108,27 @@ def test_segments_with_checksums(tmp_path: Path, gpu: Gpu) -> None:
     assert gpu.mapped
 
 
+def write_late(memory: HostMemory, stream: Stream) -> threading.Event:
+    """What `memory` holds is written by `stream`, which does nothing before the event is set."""
+    rows, go_on = memory.array.copy(), threading.Event()
+    memory.array[:] = 0
+
+    def write() -> bool:
+        if go_on.is_set():
+            memory.array[:] = rows
+        return go_on.is_set()
+
+    stream.push(write)
+    return go_on
+
+
 def test_rows_are_read_when_the_stream_that_writes_them_has_come_there(tmp_path: Path, gpu: Gpu) -> None:
     """Without the wait for the timeline zeros would arrive."""
     with world_of(tmp_path) as world:
         build(world, Split())
         request = world.begin(40, salt=5)
         (seat, client), source = world.prefill[0], request.sources[0]
-        rows, go_on = seat.memory.array.copy(), threading.Event()
-        seat.memory.array[:] = 0
-
-        def write() -> bool:
-            if go_on.is_set():
-                seat.memory.array[:] = rows
-            return go_on.is_set()
-
-        gpu.cuda.streams[0].push(write)
+        go_on = write_late(seat.memory, gpu.cuda.streams[0])
         world.submit_all(request, 40)
         assert source is not None
         assert client.next_event(0.2) is None

@@ -4,45 +4,31 @@ memory."""
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from kvxfer.control import shared_memory
 from kvxfer.errors import RefusedError, RegistrationError, TransportError
 from kvxfer.prefill.agent import PrefillAgent
-from kvxfer.streams import cuda_marks, device, legacy
 from kvxfer.streams.own_mover import OwnStreamMover
 from kvxfer.streams.staged_stream import StagedRowStream
 from kvxfer.transfer import EventKind, Reason
-from kvxfer.transports import _loopback_gpu
 from kvxfer.transports.base import MemoryKind, Region, RegionDescriptor
 from kvxfer.transports.loopback import LoopbackTransport
 from tests.agent_world import AgentWorld
 from tests.idle_agent import until
 from tests.streams.fake_ipc import FakeIpc
-from tests.streams.installed_cuda import installed
 from tests.test_agents import DRAFT, KV, SPLITS, Split, build
-from tests.test_agents_gpu_slots import SLOTS, _share, world_of
+from tests.test_agents_gpu_slots import SLOTS, as_if_apart, world_of
+from tests.test_agents_own_streams import write_late
 from tests.test_agents_streams import _in_loop
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeIpc]:
-    made = FakeIpc()
-    with installed(made, monkeypatch):
-        for module in (device, legacy, _loopback_gpu):
-            monkeypatch.setattr(module, "cuda", lambda: made)
-        share = device.share_legacy
-        monkeypatch.setattr(legacy, "share_legacy", lambda pool: msgspec.structs.replace(share(pool), pid=1))
-        monkeypatch.setattr(shared_memory, "share_legacy", _share)
-        monkeypatch.setattr(cuda_marks, "_stream_handle", lambda stream, _device_index: stream or 0)
+    with as_if_apart(monkeypatch) as made:
         yield made
-        assert (made.scratch, made.opened, made.registered) == ({}, [], {})
-        assert list(made.streams) == [0]
 
 
 def _agent(world: AgentWorld) -> PrefillAgent:
@@ -119,15 +105,7 @@ def test_rows_are_read_when_the_stream_that_writes_them_has_come_there(tmp_path:
         build(world, Split(), slots=SLOTS, mode="raw")
         request = world.begin(40, salt=5)
         seat, client = world.prefill[0]
-        rows, go_on = seat.memory.array.copy(), threading.Event()
-        seat.memory.array[:] = 0
-
-        def write() -> bool:
-            if go_on.is_set():
-                seat.memory.array[:] = rows
-            return go_on.is_set()
-
-        cuda.streams[0].push(write)
+        go_on = write_late(seat.memory, cuda.streams[0])
         world.submit_all(request, 40)
         assert client.next_event(0.2) is None
         go_on.set()

@@ -202,8 +202,9 @@ class Track:
         if self._bound is not None:
             slot_bytes = self._bound.slot_bytes
             slot_address = self._slots_address + self._bound.slot_of(number) * slot_bytes
-            copying = driver.cuMemcpyDtoHAsync(slot_address, self.staging, slot_bytes, stream)
-            check("cuMemcpyDtoHAsync", copying)
+            result = driver.cuMemcpyDtoHAsync(slot_address, self.staging, slot_bytes, stream)
+            if result[0] != 0:
+                check("cuMemcpyDtoHAsync", result)
         done_address = self._address + done_offset_bytes(number)
         result = driver.cuStreamWriteValue64(stream, done_address, done_value(number), WRITE_DEFAULT)
         if result[0] != 0:
